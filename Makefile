@@ -1,0 +1,58 @@
+# make train: set everything up, then train the humanoid to kneel with the embedded CLIP
+# make test:  set everything up, then run all tests
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+GL_PACKAGES := libegl1 libgl1-mesa-dri libgles2
+
+.PHONY: help setup gl train test lint tensorboard tiny_clip clean
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+setup: $(VENV)/.installed gl
+
+$(VENV)/.installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or newer is needed: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+		|| { echo "this Python cannot make a venv; on Debian: apt-get install -y python3-venv"; exit 1; }
+	$(PY) -m pip install --disable-pip-version-check -q -r requirements.txt
+	@touch $@
+
+# The system's EGL: installed when it is missing and that is possible, else the command is printed.
+gl: $(VENV)/.installed
+	@$(PY) -c 'import egl_render; egl_render.check_gl()' 2>/dev/null || { \
+		echo "no OpenGL library found; installing $(GL_PACKAGES)"; \
+		if ! command -v apt-get >/dev/null; then SUDO=false; \
+		elif [ "$$(id -u)" = 0 ]; then SUDO=""; \
+		else SUDO="sudo -n"; fi; \
+		$$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq $(GL_PACKAGES) >/dev/null; \
+		$(PY) -c 'import egl_render; egl_render.check_gl()' 2>/dev/null || { \
+			echo "that was not possible here; as root: apt-get update && apt-get install -y $(GL_PACKAGES)"; \
+			exit 1; }; }
+
+# About 10 minutes on two cores. On a GPU with the real CLIP: see the README.
+train: setup
+	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
+		--clip-model local-dir:tiny_clip --render-size 96 --num-envs 8 --total-timesteps 48000 \
+		--learning-starts 4800 --video-freq 16000 --checkpoint-freq 16000
+
+test: setup
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+tensorboard: setup
+	$(PY) -m tensorboard.main --logdir runs
+
+# Train the embedded CLIP again (about half an hour on two cores) and write its model card.
+tiny_clip: setup
+	$(PY) tiny_clip/train.py
+	$(PY) tiny_clip/evaluate.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,111 @@
+"""Small picklable pieces that the tests hand to worker processes."""
+
+import os
+import time
+
+import numpy as np
+import torch
+
+HUMANOID_STATE_SIZE = 47  # nq 24 + nv 23
+
+
+class PaintRenderer:
+    """Paints the first number of a state (0..255) into every pixel of a tiny frame."""
+
+    frame_shape = (4, 4, 3)
+
+    def render(self, states, out):
+        for state, frame in zip(states, out, strict=True):
+            if state[0] < 0:
+                raise ValueError(f"cannot paint {state[0]}")
+            frame[:] = np.uint8(state[0])
+
+
+class MeanReward(torch.nn.Module):
+    """The mean pixel, after `delay` seconds a call."""
+
+    def __init__(self, delay=0.0):
+        super().__init__()
+        self.delay = delay
+
+    def forward(self, frames):
+        time.sleep(self.delay)
+        return frames.float().mean(dim=(1, 2, 3))
+
+
+def make_paint_renderer():
+    return PaintRenderer()
+
+
+def make_mean_reward(device, delay=0.0):
+    return MeanReward(delay)
+
+
+def make_broken_reward(device):
+    raise LookupError("this model was never there")
+
+
+def make_humanoid_renderer(size=96, quality="light", textured=False):
+    import gymnasium as gym
+
+    import egl_render
+
+    env = gym.make("Humanoid-v5").unwrapped
+    model = egl_render.textured_model(env.fullpath) if textured else env.model
+    return egl_render.MujocoRenderer(model, size, egl_render.PAPER_CAMERA, quality)
+
+
+def humanoid_states(count, seed=0):
+    """[count, 47] float64: a random rollout of Humanoid-v5."""
+    import gymnasium as gym
+
+    env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1)
+    env.reset(seed=seed)
+    env.action_space.seed(seed)
+    states = np.empty((count, HUMANOID_STATE_SIZE))
+    for state in states:
+        env.step(env.action_space.sample())
+        data = env.unwrapped.data
+        state[:] = np.concatenate([data.qpos, data.qvel])
+    env.close()
+    return states
+
+
+def process_is_alive(pid):
+    """True if `pid` runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, seconds):
+    """The pids still alive after at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        alive = [pid for pid in pids if process_is_alive(pid)]
+        if not alive:
+            break
+        time.sleep(0.1)
+    return [pid for pid in pids if process_is_alive(pid)]
+
+
+def descendants(pid):
+    """All living processes below `pid`."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as stat:
+                    fields = stat.read().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if fields[0] != "Z":
+                parents.setdefault(int(fields[1]), []).append(int(entry))
+    found, queue = [], [pid]
+    while queue:
+        for child in parents.get(queue.pop(), []):
+            found.append(child)
+            queue.append(child)
+    return found

@@ -1,0 +1,294 @@
+"""Pictures against Gymnasium's own, physics against Gymnasium's own, files that can be read back."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import gymnasium as gym
+import helpers
+import numpy as np
+import pytest
+
+import egl_render
+from egl_render import PAPER_CAMERA, MujocoRenderer, env_camera, textured_model
+
+egl_render.setup_gl("cpu")
+SIZE = 240
+
+
+def state_of(env):
+    data = env.unwrapped.data
+    return np.concatenate([data.qpos, data.qvel])
+
+
+def rollout(env_id, steps, **kwargs):
+    """States [steps, S] of a seeded random rollout and the environment itself."""
+    env = gym.make(env_id, max_episode_steps=-1, **kwargs)
+    env.reset(seed=3)
+    env.action_space.seed(3)
+    states = []
+    for _ in range(steps):
+        env.step(env.action_space.sample())
+        states.append(state_of(env))
+    return env, np.stack(states)
+
+
+# ------------------------------------------------------------------------------ backend
+
+
+def test_setup_chooses_software_egl_here_and_may_be_called_again():
+    description = egl_render.setup_gl("cpu")
+    assert os.environ["MUJOCO_GL"] in ("egl", "osmesa")
+    assert egl_render.setup_gl("cpu") == description
+    assert egl_render.is_software("EGL in software (Mesa)")
+    assert not egl_render.is_software("EGL on the GPU (cuda:1)")
+
+
+def fake_devices(monkeypatch, devices, mujoco_version="4.0.0"):
+    monkeypatch.setattr(egl_render, "_egl_devices", lambda: devices)
+    monkeypatch.setattr(egl_render.importlib.metadata, "version", lambda _: mujoco_version)
+
+
+def test_cuda_and_egl_number_their_devices_differently(monkeypatch):
+    # EGL lists CUDA's device 1 first, then 0, then Mesa
+    fake_devices(monkeypatch, [(0, 1), (1, 0), (2, None)])
+    environment, description = egl_render.choose_gl("cuda:1")
+    assert environment["MUJOCO_EGL_DEVICE_ID"] == "1"  # MuJoCo 4 takes CUDA's number
+    assert not egl_render.is_software(description)
+    fake_devices(monkeypatch, [(0, 1), (1, 0), (2, None)], "3.3.7")
+    assert egl_render.choose_gl("cuda:1")[0]["MUJOCO_EGL_DEVICE_ID"] == "0"  # older: EGL's own
+    assert egl_render.choose_gl("cuda:0")[0]["MUJOCO_EGL_DEVICE_ID"] == "1"
+    assert egl_render.is_software(egl_render.choose_gl("cpu")[1])
+
+
+def test_a_gpu_that_draws_in_software_is_warned_about(monkeypatch):
+    fake_devices(monkeypatch, [(0, None)])
+    assert "WARNING" in egl_render.choose_gl("cuda:0")[1]
+    assert "WARNING" not in egl_render.choose_gl("cpu")[1]
+
+
+def test_no_gl_library_says_what_to_type(monkeypatch):
+    fake_devices(monkeypatch, [])
+    monkeypatch.setattr(egl_render.ctypes.util, "find_library", lambda name: None)
+    with pytest.raises(egl_render.GLError, match="apt-get install -y libegl1"):
+        egl_render.check_gl()
+    monkeypatch.setattr(egl_render.ctypes.util, "find_library", lambda name: f"lib{name}.so")
+    assert egl_render.choose_gl("cpu")[0]["MUJOCO_GL"] == "osmesa"
+
+
+def test_choosing_after_mujoco_was_imported_is_an_error():
+    script = "import os, mujoco, egl_render; egl_render.setup_gl('cpu')"
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment | {"MUJOCO_GL": "disable"},
+        capture_output=True,
+        text=True,
+    )
+    assert "mujoco was imported" in run.stderr and "GLError" in run.stderr
+
+
+# ------------------------------------------------------------------------------ pictures
+
+
+@pytest.mark.parametrize("env_id", ["Humanoid-v5", "Humanoid-v4", "Ant-v5", "Walker2d-v5"])
+def test_a_state_looks_as_env_render_shows_it(env_id):
+    import mujoco
+
+    env = gym.make(env_id, render_mode="rgb_array", width=SIZE, height=SIZE)
+    env.reset(seed=0)
+    other, states = rollout(env_id, 40)
+    renderer = MujocoRenderer(other.unwrapped.model, SIZE, env_camera(other))
+    data, shown = env.unwrapped.data, []
+    # Gymnasium looks at the median geom of what it shows first; ours is of the initial position
+    env.unwrapped.set_state(env.unwrapped.init_qpos, env.unwrapped.init_qvel)
+    env.render()
+    for state in states[::10]:
+        env.unwrapped.set_state(state[: data.qpos.size], state[data.qpos.size :])
+        mujoco.mj_forward(env.unwrapped.model, data)
+        shown.append(env.render())
+    drawn = renderer.render(states[::10])
+    np.testing.assert_array_equal(drawn, np.stack(shown))
+    assert drawn.std(axis=0).max() > 0, "the body moved"
+    renderer.close()
+    env.close()
+
+
+def body_mask(model, states, camera, size=SIZE):
+    """[B, H, W] bool: pixels that show the robot, from MuJoCo's segmentation."""
+    import mujoco
+
+    renderer = mujoco.Renderer(model, size, size)
+    renderer.enable_segmentation_rendering()
+    data, view = mujoco.MjData(model), mujoco.MjvCamera()
+    view.distance, view.azimuth, view.elevation = camera.distance, camera.azimuth, camera.elevation
+    view.lookat[:] = camera.lookat
+    floor = model.geom("floor").id
+    masks = []
+    for state in states:
+        data.qpos[:] = state[: model.nq]
+        mujoco.mj_forward(model, data)
+        view.lookat[:2] = data.qpos[:2]  # the free joint is the torso's
+        renderer.update_scene(data, view)
+        ids, kinds = np.moveaxis(renderer.render(), -1, 0)
+        masks.append((kinds == mujoco.mjtObj.mjOBJ_GEOM) & (ids != floor))
+    renderer.close()
+    return np.stack(masks)
+
+
+def test_the_papers_camera_keeps_the_robot_in_frame():
+    env, states = rollout("Humanoid-v5", 100, terminate_when_unhealthy=False)
+    states[:, 0] += np.linspace(0, 30, 100)  # even if it ran away
+    masks = body_mask(env.unwrapped.model, states, PAPER_CAMERA)
+    assert (masks.sum((1, 2)) > 0.008 * SIZE**2).all()
+    border = masks[:, [0, -1], :].any((1, 2)) | masks[:, :, [0, -1]].any((1, 2))
+    assert not border.any()
+    # and that is where MujocoRenderer looks: the robot's pixels differ from an empty scene's
+    model = env.unwrapped.model
+    drawn = MujocoRenderer(model, SIZE, PAPER_CAMERA).render(states[::25])
+    gone = states[::25].copy()
+    gone[:, 2] -= 50  # below the floor
+    empty = MujocoRenderer(model, SIZE, PAPER_CAMERA).render(gone)
+    changed = np.abs(drawn.astype(int) - empty).sum(-1) > 30
+    for mask, change in zip(masks[::25], changed):
+        assert (change & mask).sum() > 0.8 * mask.sum()
+
+
+def test_single_values_override_a_camera_and_every_one_of_them_matters():
+    env, states = rollout("Humanoid-v5", 3)
+    pictures = []
+    for change in (
+        {},
+        {"distance": 5.0},
+        {"azimuth": 90.0},
+        {"elevation": -40.0},
+        {"lookat": (0.0, 0.0, 0.2)},
+    ):
+        camera = dataclasses.replace(PAPER_CAMERA, **change)
+        pictures.append(MujocoRenderer(env.unwrapped.model, 64, camera, "light").render(states))
+    for i, first in enumerate(pictures):
+        assert all((first != second).any() for second in pictures[i + 1 :])
+
+
+def test_render_fills_the_callers_buffer_and_checks_shapes():
+    renderer = helpers.make_humanoid_renderer(64)
+    states = helpers.humanoid_states(3)
+    out = np.zeros((3, 64, 64, 3), np.uint8)
+    assert renderer.render(states, out) is out and out.any()
+    np.testing.assert_array_equal(renderer.render(states), out)
+    with pytest.raises(ValueError, match="47"):
+        renderer.render(states[:, :10])
+    with pytest.raises(ValueError, match="quality"):
+        MujocoRenderer(renderer.model, 64, quality="best")
+    renderer.close()
+
+
+# ------------------------------------------------------------------------------ the scene
+
+
+@pytest.mark.parametrize("env_id", ["Humanoid-v5", "HalfCheetah-v5"])
+@pytest.mark.parametrize("varied", [False, True])
+def test_the_scene_leaves_physics_alone_bit_for_bit(env_id, varied):
+    import mujoco
+
+    env = gym.make(env_id, max_episode_steps=-1)
+    if env_id.startswith("Humanoid"):
+        env = gym.make(env_id, max_episode_steps=-1, terminate_when_unhealthy=False)
+    env.reset(seed=5)
+    env.action_space.seed(5)
+    unwrapped = env.unwrapped
+    model = textured_model(unwrapped.fullpath, np.random.default_rng(1) if varied else None)
+    data = mujoco.MjData(model)
+    data.qpos[:], data.qvel[:] = unwrapped.data.qpos, unwrapped.data.qvel
+    mujoco.mj_forward(model, data)
+    for _ in range(100):
+        action = env.action_space.sample()
+        env.step(action)
+        data.ctrl[:] = action
+        mujoco.mj_step(model, data, nstep=unwrapped.frame_skip)
+        assert (data.qpos == unwrapped.data.qpos).all() and (data.qvel == unwrapped.data.qvel).all()
+
+
+def test_the_scene_is_outdoors_and_the_same_for_everybody():
+    env, states = rollout("Humanoid-v5", 1)
+    path = env.unwrapped.fullpath
+    picture = MujocoRenderer(textured_model(path), SIZE).render(states)[0].astype(int)
+    again = MujocoRenderer(textured_model(path), SIZE).render(states)[0]
+    np.testing.assert_array_equal(picture, again)
+    red, green, blue = picture[: SIZE // 8].mean((0, 1))
+    assert blue > red + 8 and blue > 150, "sky above"
+    red, green, blue = picture[-SIZE // 8 :].mean((0, 1))
+    assert red > blue and 60 < red < 190, "warm stone below"
+    robot = body_mask(env.unwrapped.model, states, PAPER_CAMERA)[0]
+    pale = (picture.min(-1) > 150) & robot  # the rest is dark joints and shade
+    assert pale.sum() > 0.35 * robot.sum(), "a pale body"
+    varied = MujocoRenderer(textured_model(path, np.random.default_rng(0)), SIZE).render(states)[0]
+    assert np.abs(varied.astype(int) - picture).mean() > 3
+
+
+def test_noise_is_periodic_and_in_range():
+    noise = egl_render.fractal_noise(np.random.default_rng(0), 128)
+    assert 0 <= noise.min() < 0.1 and 0.9 < noise.max() <= 1
+    inside = np.abs(np.diff(noise, axis=0)).mean()
+    assert np.abs(noise[0] - noise[-1]).mean() < 3 * inside
+
+
+def test_stone_tiles_and_sky_faces_have_no_seams():
+    stone = egl_render.stone_texture(np.random.default_rng(0), 256).astype(int)
+    inside = np.abs(np.diff(stone, axis=1)).mean()
+    assert np.abs(stone[:, 0] - stone[:, -1]).mean() < 3 * inside
+    size = 64
+    sky = (
+        egl_render.sky_texture(np.random.default_rng(0), size).reshape(6, size, size, 3).astype(int)
+    )
+    right, left, up, down, front, back = sky
+    for one, other in ((right, back), (back, left), (left, front), (front, right)):
+        seams = [np.abs(one[:, i] - other[:, j]).mean() for i, j in ((-1, 0), (0, -1))]
+        assert min(seams) < 8, "neighbouring faces meet"
+    assert up.mean((0, 1))[2] > down.mean((0, 1))[0]
+
+
+# ------------------------------------------------------------------------------ videos
+
+
+def moving_square(count=12, size=64):
+    frames = np.zeros((count, size, size, 3), np.uint8)
+    for t, frame in enumerate(frames):
+        frame[16:48, 2 * t : 2 * t + 32] = (250, 40, 40)
+    return frames
+
+
+def test_videos_can_be_read_back(tmp_path):
+    import imageio.v2 as imageio
+
+    frames = moving_square()
+    path = tmp_path / "deep" / "video.mp4"
+    egl_render.write_video(path, frames, fps=10)
+    read = np.stack(imageio.mimread(path))
+    assert read.shape == frames.shape
+    assert np.abs(read.astype(int) - frames).mean() < 12
+    assert [p.name for p in path.parent.iterdir()] == ["video.mp4"]
+    egl_render.write_video(path, frames[:, :63, :61], fps=10)
+    assert np.stack(imageio.mimread(path)).shape[1:3] == (62, 60)
+
+
+def test_tensorboard_really_gets_the_video(tmp_path):
+    import io
+
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    frames = moving_square()
+    with SummaryWriter(str(tmp_path)) as writer:
+        egl_render.add_video(writer, "videos/rollout", frames, step=7, fps=10)
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    (event,) = events.Images("videos/rollout")
+    assert event.step == 7 and event.width == 64
+    picture = Image.open(io.BytesIO(event.encoded_image_string))
+    assert picture.n_frames == len(frames)
+    picture.seek(5)
+    assert np.abs(np.asarray(picture.convert("RGB")).astype(int) - frames[5]).mean() < 20
