@@ -37,8 +37,8 @@ import egl_render
 # ------------------------------------------------------------------------------ loading CLIP
 
 OFFLINE_HELP = (
-    "without network use --clip-model local-dir:tiny_clip (small, embedded, not zero-shot), or copy "
-    "a model's open_clip_config.json and open_clip_model.safetensors into a folder and use "
+    "without network use --clip-model local-dir:tiny_clip (small, embedded, not zero-shot), or "
+    "copy a model's open_clip_config.json and open_clip_model.safetensors into a folder and use "
     "--clip-model local-dir:FOLDER"
 )
 
@@ -281,8 +281,9 @@ def check_cost(name, devices, frames, allow_slow=False, cache_dir=None):
         print(f"WARNING: {cost}", file=sys.stderr)
         return
     raise UsageError(
-        f"{cost}; nothing was downloaded. Use a machine with a CUDA GPU, or the small embedded model: "
-        f"--clip-model local-dir:tiny_clip --render-size 96 (or --allow-slow to go on regardless)"
+        f"{cost}; nothing was downloaded. Use a machine with a CUDA GPU, or the small embedded "
+        f"model: --clip-model local-dir:tiny_clip --render-size 96 (or --allow-slow to go on "
+        f"regardless)"
     )
 
 
@@ -546,7 +547,7 @@ class _SharedArray:
             room = os.statvfs("/dev/shm")
             if size > room.f_bavail * room.f_frsize:
                 raise MemoryError(
-                    f"{size / 2**20:.0f} MiB do not fit into /dev/shm; in a container start it with "
+                    f"{size / 2**20:.0f} MiB do not fit into /dev/shm; start the container with "
                     "--shm-size=8g (or --ipc=host)"
                 )
         self.memory = shared_memory.SharedMemory(name, create=self.owner, size=size)
@@ -790,7 +791,7 @@ class RewardPool:
         return number
 
     def _reply(self, number, workers, block):
-        """(worker, payload) of job `number` from any of `workers`; None if not there and not block."""
+        """(worker, payload) of job `number` from any of `workers`; None: not there, not block."""
         while True:
             for worker in workers:
                 if (worker, number) in self._replies:

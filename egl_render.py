@@ -9,8 +9,10 @@
 mujoco reads MUJOCO_GL when it is imported, so this module imports it inside functions only.
 """
 
+import contextlib
 import ctypes
 import ctypes.util
+import importlib
 import importlib.metadata
 import io
 import os
@@ -38,6 +40,10 @@ def _egl_devices():
     EGL and CUDA number the GPUs of a host differently; the extension EGL_NV_device_cuda tells which
     CUDA device an EGL device is. Mesa's software device has no such attribute.
     """
+    # Mesa and triton (which torchvision pulls in) each bring an LLVM. Loading triton's second ends in
+    # a segmentation fault, loading it first does not.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton._C.libtriton")
     try:
         egl = ctypes.CDLL(ctypes.util.find_library("EGL") or "libEGL.so.1")
         egl.eglGetProcAddress.restype = ctypes.c_void_p

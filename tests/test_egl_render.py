@@ -1,9 +1,10 @@
-"""Pictures against Gymnasium's own, physics against Gymnasium's own, files that can be read back."""
+"""Pictures and physics against Gymnasium's own, files that can be read back."""
 
 import dataclasses
 import os
 import subprocess
 import sys
+import textwrap
 
 import gymnasium as gym
 import helpers
@@ -89,6 +90,23 @@ def test_choosing_after_mujoco_was_imported_is_an_error():
         text=True,
     )
     assert "mujoco was imported" in run.stderr and "GLError" in run.stderr
+
+
+def test_torchvision_can_be_imported_after_mesa():
+    script = """
+        import egl_render, helpers
+        egl_render.setup_gl("cpu")
+        renderer = helpers.make_humanoid_renderer(32)
+        import torchvision, open_clip
+        print(renderer.render(helpers.humanoid_states(1)).shape)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and "(1, 32, 32, 3)" in run.stdout, run.stderr
 
 
 # ------------------------------------------------------------------------------ pictures
