@@ -40,8 +40,8 @@ def _egl_devices():
     EGL and CUDA number the GPUs of a host differently; the extension EGL_NV_device_cuda tells which
     CUDA device an EGL device is. Mesa's software device has no such attribute.
     """
-    # Mesa and triton (which torchvision pulls in) each bring an LLVM. Loading triton's second ends in
-    # a segmentation fault, loading it first does not.
+    # Mesa and triton (which torchvision pulls in) each bring an LLVM. Loading triton's second ends
+    # in a segmentation fault, loading it first does not.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton._C.libtriton")
     try:
@@ -136,25 +136,28 @@ def check_gl(device="cpu"):
 
 
 def setup_gl(device="cpu"):
-    """Choose the GL backend for `device` and tell mujoco. Call it before mujoco is imported.
+    """Choose the GL backend for `device` and tell mujoco, best before mujoco is imported.
 
-    Once mujoco is imported the choice is made for the whole process; calling again is harmless as
-    long as the choice is the same.
+    mujoco makes its own choice while it is imported; where that came first, it is put right here.
 
     Returns:
         One line on what will draw, e.g. "EGL in software (Mesa)".
     Raises:
-        GLError: no GL library, or mujoco was imported before with another backend.
+        GLError: no GL library, or PyOpenGL was imported before for another backend.
     """
     environment, description = choose_gl(device)
-    if "mujoco" in sys.modules:
-        wanted, has = environment.get("MUJOCO_GL"), os.environ.get("MUJOCO_GL")
-        if wanted != has:
-            raise GLError(
-                f"mujoco was imported with MUJOCO_GL={has} before setup_gl({str(device)!r}) could "
-                f"choose {wanted}; import it later, or set MUJOCO_GL={wanted} in the shell"
-            )
+    wanted, has = environment.get("MUJOCO_GL"), os.environ.get("MUJOCO_GL")
+    if wanted != has and "OpenGL" in sys.modules:
+        raise GLError(
+            f"PyOpenGL was imported with MUJOCO_GL={has} before setup_gl({str(device)!r}) could "
+            f"choose {wanted}; import it later, or set MUJOCO_GL={wanted} in the shell"
+        )
     os.environ.update(environment)
+    if wanted != has and "mujoco" in sys.modules:
+        context = importlib.import_module(f"mujoco.{wanted}").GLContext
+        for name in ("mujoco.gl_context", "mujoco.rendering.classic.gl_context"):
+            if name in sys.modules:
+                sys.modules[name].GLContext = context
     return description
 
 
