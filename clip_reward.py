@@ -570,7 +570,10 @@ def _exit_with_parent(parent_pid):
 
 def _worker_main(connection, parent_pid, threads, setup):
     """A worker's life: build the scorer, then serve jobs until told to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, which closes us
+    # Ctrl-C and a SIGTERM to the whole group are the parent's business, which may want one more
+    # rollout scored before it closes us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(parent_pid,), daemon=True).start()
     try:
         if threads:

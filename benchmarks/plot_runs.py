@@ -1,0 +1,74 @@
+"""Draw one scalar of several runs against environment steps, and print how each ended.
+
+    python benchmarks/plot_runs.py runs/HalfCheetah* --scalar charts/episodic_return \
+        --last 10 --out docs/halfcheetah.png
+
+Thin lines are runs, the thick one is their mean where all have a value.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+
+@dataclass
+class Args:
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """run folders"""
+    scalar: str = "charts/clip_reward"
+    """which scalar"""
+    last: int = 10
+    """how many values at the end to average"""
+    title: str = ""
+    """written above the picture"""
+    out: Path | None = None
+    """PNG to write"""
+
+
+def read(run, scalar):
+    """steps [K] and values [K] of one scalar of one run folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    if scalar not in events.Tags()["scalars"]:
+        has = ", ".join(events.Tags()["scalars"]) or "no scalars"
+        sys.exit(f"error: {run} has no {scalar}; it has {has}")
+    events = events.Scalars(scalar)
+    return np.array([e.step for e in events]), np.array([e.value for e in events])
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    curves = {run: read(run, args.scalar) for run in args.runs}
+    for run, (steps, values) in curves.items():
+        tenth = max(1, len(values) // 10)
+        print(
+            f"{run.name}: {steps[-1]:,} steps, mean of the last {args.last}: "
+            f"{values[-args.last :].mean():.4g}, first tenth {values[:tenth].mean():.4g}, "
+            f"last tenth {values[-tenth:].mean():.4g}"
+        )
+    if args.out is None:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for run, (steps, values) in curves.items():
+        axes.plot(steps, values, lw=0.8, alpha=0.6, label=run.name.split("__")[2])
+    shortest = min(len(values) for _, values in curves.values())
+    mean = np.mean([values[:shortest] for _, values in curves.values()], axis=0)
+    axes.plot(next(iter(curves.values()))[0][:shortest], mean, lw=2, color="black", label="mean")
+    axes.set(xlabel="environment steps", ylabel=args.scalar, title=args.title)
+    axes.legend(title="seed", frameon=False, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(args.out, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

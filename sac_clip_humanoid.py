@@ -1,0 +1,752 @@
+"""SAC from a sentence: the reward of a step is how well CLIP finds its picture to fit the words.
+(VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905.) The whole experiment is in this file.
+
+One GPU, the paper's setting (ViT-bigG-14, 10 million steps):
+
+    python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
+
+Several GPUs (one process each, which draws and scores its share of every rollout):
+
+    python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
+        --reward-devices cuda:0 cuda:1 cuda:2 cuda:3
+
+Offline on a laptop, with the small CLIP that comes with the project:
+
+    python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
+        --clip-model local-dir:tiny_clip --render-size 96 --num-envs 8 \
+        --total-timesteps 60000 --learning-starts 4000
+
+The environment's own reward instead, as a baseline (nothing is drawn):
+
+    python sac_clip_humanoid.py --reward ground-truth --video-freq 0
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+# Before torch: threads that spin while they wait cost nothing on an idle machine, but when another
+# process wants the cores too, updates get 10 to 25 times slower (2 cores, 512 x 256 layers).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from tqdm import tqdm
+
+import clip_reward
+import egl_render
+from clip_reward import UsageError
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment"""
+    seed: int = 1
+    """seed of everything: networks, environments, exploration, replay"""
+    torch_deterministic: bool = True
+    """use deterministic algorithms on the GPU as well"""
+    cuda: bool = True
+    """learn on the GPU if there is one"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
+    wandb_project_name: str = "clip-reward"
+    """the wandb project"""
+    wandb_entity: str | None = None
+    """the wandb team, default: your own account"""
+
+    # What to do, and how it is scored
+    target_prompt: tuple[str, ...] = ()
+    """what to do, in words; several prompts are averaged"""
+    baseline_prompt: tuple[str, ...] = ("a humanoid robot",)
+    """what the scene is anyway; several prompts are averaged"""
+    reward_alpha: float = 0.0
+    """strength of goal-baseline regularisation, 0 (plain cosine) to 1 (only target - baseline)"""
+    reward: Literal["clip", "ground-truth"] = "clip"
+    """ground-truth is the environment's own reward, as a baseline"""
+    clip_model: str = "ViT-bigG-14/laion2b_s39b_b160k"
+    """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: local-dir:tiny_clip"""
+    clip_batch_size: int = 256
+    """frames per forward pass of CLIP; changes no result, only memory and speed"""
+    clip_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """number format of CLIP's weights"""
+    clip_cache_dir: str | None = None
+    """where downloaded weights are kept, default: open_clip's own cache"""
+    reward_devices: tuple[str, ...] = ()
+    """where frames are drawn and scored, one process each; default: every CUDA device, else cpu"""
+    allow_slow: bool = False
+    """start even if this machine would need days for the model"""
+
+    # What CLIP sees (MuJoCo tasks; other tasks show what their render() does, at most render_size)
+    render_size: int = 480
+    """height and width of the frames in pixels"""
+    render_quality: Literal["auto", "full", "light"] = "auto"
+    """light: no shadows, no antialiasing; auto: full on a GPU, light in software"""
+    textured: bool = True
+    """realistic sky, stone floor and metal body, or else Gymnasium's own look (MuJoCo tasks)"""
+    camera: Literal["paper", "default"] = "paper"
+    """the paper's camera, which follows the humanoid, or the task's own (always for other tasks)"""
+    camera_distance: float | None = None
+    """metres from the point looked at, instead of the chosen camera's"""
+    camera_azimuth: float | None = None
+    """degrees around the vertical axis, instead of the chosen camera's"""
+    camera_elevation: float | None = None
+    """degrees, negative looks down, instead of the chosen camera's"""
+    camera_lookat: tuple[float, float, float] | None = None
+    """point looked at in metres (x and y follow a tracked body), instead of the chosen camera's"""
+
+    # The algorithm
+    env_id: str = "Humanoid-v5"
+    """any Gymnasium task with continuous actions"""
+    total_timesteps: int = 10_000_000
+    """environment steps in all, rounded up to whole rollouts"""
+    num_envs: int = 32
+    """environments stepped in parallel, one process each"""
+    episode_length: int = 100
+    """steps of every episode; no episode ends earlier, and a rollout is one episode of each"""
+    buffer_size: int = 1_000_000
+    """transitions in the replay buffer, rounded down to whole rollouts"""
+    gamma: float = 0.95
+    """discount factor"""
+    tau: float = 0.005
+    """share of the critics that moves into the target critics at each update"""
+    batch_size: int = 512
+    """transitions per update"""
+    learning_starts: int = 50_000
+    """steps of random actions before the first update"""
+    gradient_steps: int = 100
+    """updates after each rollout (num_envs * episode_length steps)"""
+    policy_lr: float = 6e-4
+    """learning rate of the actor"""
+    q_lr: float = 6e-4
+    """learning rate of the critics and of the entropy coefficient"""
+    hidden_size: int = 256
+    """width of the two hidden layers of actor and critics"""
+    autotune: bool = True
+    """tune the entropy coefficient to a policy entropy of -dim(actions)"""
+    entropy_coef: float = 1.0
+    """the entropy coefficient, with --autotune only where it starts"""
+
+    # What is kept
+    runs_dir: str = "runs"
+    """the folder that gets a folder for this run"""
+    checkpoint_freq: int = 128_000
+    """steps between checkpoints; the end of the run always has one"""
+    video_freq: int = 128_000
+    """steps between videos, and one at the end; 0: none"""
+    resume: str | None = None
+    """folder of the run to go on with, as it was started; flags beside it that do not change the
+    experiment are accepted, such as a larger --total-timesteps"""
+
+
+# What flags beside --resume may change: how long, where and how often, but not what is learned.
+RESUME_MAY_CHANGE = (
+    "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size clip_cache_dir "
+    "allow_slow cuda track resume"
+).split()
+POSITIVE = (
+    "total_timesteps num_envs episode_length buffer_size batch_size gradient_steps policy_lr q_lr "
+    "hidden_size render_size clip_batch_size"
+).split()
+NOT_NEGATIVE = "seed learning_starts entropy_coef checkpoint_freq video_freq".split()
+
+
+def parse_args() -> Args:
+    """The command line; with --resume on top of the flags that the run was started with.
+
+    Raises:
+        UsageError: --resume names no run, or would change what the run is about.
+    """
+    args = tyro.cli(Args, description=__doc__)
+    if args.resume is None:
+        return args
+    run_dir = Path(args.resume)
+    if not (run_dir / "args.json").is_file():
+        raise UsageError(f"--resume {run_dir}: not the folder of a run, it has no args.json")
+    if not list(run_dir.glob("checkpoints/step_*.pt")):  # replay_buffer.pt is written before it
+        raise UsageError(f"--resume {run_dir}: no checkpoint there (checkpoints/step_*.pt)")
+    saved = json.loads((run_dir / "args.json").read_text())
+    saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+    args = tyro.cli(Args, default=saved)
+    for name, was in vars(saved).items():
+        if getattr(args, name) != was and name not in RESUME_MAY_CHANGE:
+            raise UsageError(
+                f"--{name.replace('_', '-')} was {was!r} in the run to resume; drop it"
+            )
+    return args
+
+
+def check_args(args: Args) -> None:
+    """Find, in well under a second, every mistake that needs no environment and no model.
+
+    Raises:
+        UsageError: one line: what is wrong, with the value, and what to type instead.
+    """
+
+    def require(condition, name, problem):
+        if not condition:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} {problem}")
+
+    for name in POSITIVE:
+        require(0 < getattr(args, name) < math.inf, name, "is not positive")
+    for name in NOT_NEGATIVE:
+        require(0 <= getattr(args, name) < math.inf, name, "is negative")
+    require(0 <= args.gamma < 1, "gamma", "is outside [0, 1)")
+    require(0 < args.tau <= 1, "tau", "is outside (0, 1]")
+    require(0 <= args.reward_alpha <= 1, "reward_alpha", "is outside [0, 1]")
+    require(
+        args.camera_distance is None or args.camera_distance > 0, "camera_distance", "is not > 0"
+    )
+    require(args.entropy_coef > 0 or not args.autotune, "entropy_coef", "needs --no-autotune")
+    rollout = args.num_envs * args.episode_length
+    require(
+        args.buffer_size >= rollout, "buffer_size", f"is less than one rollout, {rollout} steps"
+    )
+    if args.reward == "clip":
+        if not args.target_prompt or not all(map(str.strip, args.target_prompt)):
+            raise UsageError('say what to do: --target-prompt "a humanoid robot kneeling"')
+        has_baseline = args.baseline_prompt and all(map(str.strip, args.baseline_prompt))
+        require(args.reward_alpha == 0 or has_baseline, "reward_alpha", "needs a --baseline-prompt")
+    here = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    for name in args.reward_devices:
+        if name not in here:
+            raise UsageError(f"--reward-devices {name} does not exist; here: {' '.join(here)}")
+    try:
+        os.makedirs(args.runs_dir, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.runs_dir).close()
+    except OSError as error:
+        require(False, "runs_dir", f"cannot be written: {error.strerror}")
+
+
+def check_env(env_id: str) -> Literal["states", "frames"]:
+    """What pictures of a task are made of: MuJoCo's (qpos, qvel), or else its own `render()`.
+
+    Raises:
+        UsageError: no such task, or not one that this script can learn.
+    """
+    try:
+        env = gym.make(env_id)
+    except (gym.error.UnregisteredEnv, gym.error.NamespaceNotFound) as error:
+        near = ", ".join(difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.3))
+        raise UsageError(f"--env-id {env_id}: no such environment; near it: {near}") from error
+    except (gym.error.Error, ImportError) as error:
+        raise UsageError(f"--env-id {env_id}: {error}") from error
+    actions = env.action_space
+    if isinstance(actions, gym.spaces.Discrete):
+        raise UsageError(f"--env-id {env_id} has discrete actions: use dqn_clip_classic.py")
+    if not isinstance(actions, gym.spaces.Box) or not actions.is_bounded():
+        raise UsageError(f"--env-id {env_id}: not a box of bounded continuous actions: {actions}")
+    if not isinstance(env.observation_space, gym.spaces.Box):
+        raise UsageError(f"--env-id {env_id}: not a box of observations: {env.observation_space}")
+    env.close()
+    model = getattr(env.unwrapped, "model", None)
+    # mocap bodies and activations are state beside qpos and qvel
+    has_state = hasattr(model, "nq") and hasattr(env.unwrapped, "data")
+    return "states" if has_state and not model.nmocap and not model.na else "frames"
+
+
+# ------------------------------------------------------------------------------ environment
+
+
+class SceneInInfo(gym.Wrapper):
+    """Episodes that never end by themselves, and an `info` that holds only what a picture needs.
+
+    An early end would tell the agent about the task (section 4.1 of the paper). `info` is pickled
+    through a pipe at every step: the humanoid's state makes that 557 bytes a step.
+    """
+
+    def __init__(self, env, scene, frame_size):
+        super().__init__(env)
+        self.scene, self.frame_size = scene, frame_size
+
+    def step(self, action):
+        observation, reward, _, _, _ = self.env.step(action)
+        info = {}
+        if self.scene == "states":
+            data = self.unwrapped.data
+            info["states"] = np.concatenate([data.qpos, data.qvel])  # [nq + nv] float64
+        elif self.scene == "frames":
+            from PIL import Image
+
+            image = Image.fromarray(self.env.render())
+            image.thumbnail((self.frame_size, self.frame_size))  # never enlarges
+            info["frames"] = np.asarray(image)  # [H, W, 3] uint8
+        return observation, float(reward), False, False, info
+
+
+def make_env(env_id: str, scene: Literal["states", "frames"] | None, frame_size: int):
+    """A function that makes one environment whose step's `info` has `scene`, see `check_env`."""
+
+    def thunk():
+        if multiprocessing.parent_process() is not None:
+            for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, as by Ctrl-C:
+                signal.signal(number, signal.SIG_IGN)  # how to end is for the parent to decide
+            gym.logger.min_level = gym.logger.ERROR  # the parent has printed the same warnings
+        kwargs = {"max_episode_steps": -1}  # no time limit
+        if scene == "frames":
+            kwargs["render_mode"] = "rgb_array"
+        try:  # with True, v4 tasks pay for health whatever the robot does
+            env = gym.make(env_id, terminate_when_unhealthy=False, **kwargs)
+        except TypeError:  # a task without health
+            env = gym.make(env_id, **kwargs)
+        if len(env.observation_space.shape) != 1:
+            env = gym.wrappers.FlattenObservation(env)
+        return SceneInInfo(env, scene, frame_size)
+
+    return thunk
+
+
+def make_renderer(args: Args, size: int, quality: str):
+    """What draws physics states; called in every reward worker, after it was bound to its GPU."""
+    env = gym.make(args.env_id)
+    paper = args.camera == "paper" and args.env_id.startswith("Humanoid")
+    camera = egl_render.PAPER_CAMERA if paper else egl_render.env_camera(env)
+    for name in ("distance", "azimuth", "elevation", "lookat"):
+        value = getattr(args, f"camera_{name}")
+        if value is not None:
+            camera = dataclasses.replace(camera, **{name: value})
+    model = env.unwrapped.model
+    if args.textured:
+        model = egl_render.textured_model(env.unwrapped.fullpath)
+    return egl_render.MujocoRenderer(model, size, camera, quality)
+
+
+# ------------------------------------------------------------------------------ networks
+
+
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden, outputs))
+
+
+class TwinCritic(nn.Module):
+    """Q1 and Q2: observations [B, O], actions [B, A] -> values [2, B]."""
+
+    def __init__(self, observation_dim, action_dim, hidden):
+        super().__init__()
+        # One batched product over [2, in, out] weights was measured no faster on CPU (2 cores:
+        # 52 against 55 updates/s), so these are two plain networks.
+        self.qf1 = mlp(observation_dim + action_dim, hidden, 1)
+        self.qf2 = mlp(observation_dim + action_dim, hidden, 1)
+
+    def forward(self, observations, actions):
+        x = torch.cat([observations, actions], 1)
+        return torch.cat([self.qf1(x), self.qf2(x)], 1).T
+
+
+LOG_STD_MIN, LOG_STD_MAX = -5, 2
+
+
+class Actor(nn.Module):
+    """Squashed Gaussian policy. Actions are in [-1, 1] everywhere but in `envs.step`: `to_env`."""
+
+    def __init__(self, observation_dim, action_space, hidden):
+        super().__init__()
+        self.net = mlp(observation_dim, hidden, 2 * math.prod(action_space.shape))
+        bounds = np.stack([action_space.low, action_space.high]).astype(np.float32)
+        low, high = torch.from_numpy(bounds).flatten(1)
+        self.register_buffer("action_scale", (high - low) / 2)
+        self.register_buffer("action_bias", (high + low) / 2)
+
+    def forward(self, observations):
+        """[B, O] -> mean [B, A] and log standard deviation [B, A] before squashing."""
+        mean, log_std = self.net(observations).chunk(2, dim=1)
+        # tanh keeps log_std inside its range smoothly: clamping would stop the gradient there
+        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1)
+        return mean, log_std
+
+    def sample(self, observations):
+        """[B, O] -> actions [B, A] in [-1, 1] (reparameterised), log densities [B]."""
+        mean, log_std = self(observations)
+        noise = torch.randn_like(mean)
+        x = mean + log_std.exp() * noise
+        log_density = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        # minus log d tanh(x)/dx = log(1 - tanh(x)^2), in the form that does not overflow
+        log_density = log_density - 2 * (math.log(2) - x - F.softplus(-2 * x))
+        return torch.tanh(x), log_density.sum(1)
+
+    def to_env(self, actions):
+        """Actions in [-1, 1] -> in the environment's units."""
+        return actions * self.action_scale + self.action_bias
+
+
+# ------------------------------------------------------------------------------ replay and updates
+
+
+class ReplayBuffer:
+    """A ring of whole rollouts, float32. Fixed-length episodes have no reset inside, so the next
+    observation is the following row: T + 1 rows for T steps, half the memory of storing both."""
+
+    def __init__(self, rollouts, T, N, observation_dim, action_dim, device):
+        self.rollout_size, self.num_envs, self.count = T * N, N, 0  # count: rollouts ever added
+        self.observations = torch.empty(rollouts, T + 1, N, observation_dim, device=device)
+        self.actions = torch.empty(rollouts, T, N, action_dim, device=device)
+        self.rewards = torch.empty(rollouts, T, N, device=device)
+        self.rings = (self.observations, self.actions, self.rewards)
+
+    def add(self, observations, actions, rewards):
+        """One rollout: observations [T+1, N, O], actions [T, N, A], rewards [T, N]."""
+        slot = self.count % len(self.rewards)
+        for ring, rollout in zip(self.rings, (observations, actions, rewards), strict=True):
+            ring[slot] = torch.as_tensor(rollout)
+        self.count += 1
+
+    def sample(self, batch_size):
+        """-> observations [B, O], next observations [B, O], actions [B, A], rewards [B]."""
+        filled = min(self.count, len(self.rewards)) * self.rollout_size
+        index = torch.randint(filled, (batch_size,), device=self.rewards.device)
+        row = index + index // self.rollout_size * self.num_envs  # one row more in every rollout
+        observations = self.observations.flatten(0, 2)
+        now, later = observations[row], observations[row + self.num_envs]
+        return now, later, self.actions.flatten(0, 2)[index], self.rewards.flatten()[index]
+
+    def state_dict(self):
+        filled = [ring[: self.count] for ring in self.rings]
+        # torch.save writes all that lies behind a slice, hence the copy of a ring that is not full
+        full = self.count >= len(self.rewards)
+        return {"count": self.count, "rings": filled if full else [x.clone() for x in filled]}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        for ring, filled in zip(self.rings, state["rings"], strict=True):
+            ring[: len(filled)] = filled
+
+
+def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
+    """One step on the soft Bellman error -> losses [2], mean values [2]."""
+    observations, next_observations, actions, rewards = batch
+    with torch.no_grad():
+        next_actions, next_log_density = actor.sample(next_observations)
+        next_values = target_critic(next_observations, next_actions).amin(0)
+        # No (1 - done): nothing terminates here. The end of an episode is a time limit, that is a
+        # truncation, and the value of the last state is bootstrapped like any other.
+        targets = rewards + gamma * (next_values - alpha * next_log_density)
+    values = critic(observations, actions)
+    losses = (values - targets).square().mean(1)
+    optimizer.zero_grad()
+    losses.sum().backward()
+    optimizer.step()
+    return losses.detach(), values.detach().mean(1)
+
+
+def update_actor(observations, actor, critic, optimizer, alpha):
+    """One step up the soft value of the policy's own actions -> loss [], log densities [B]."""
+    actions, log_density = actor.sample(observations)
+    loss = (alpha * log_density - critic(observations, actions).amin(0)).mean()
+    optimizer.zero_grad()
+    loss.backward(inputs=list(actor.parameters()))  # spares the gradients of the critics' weights
+    optimizer.step()
+    return loss.detach(), log_density.detach()
+
+
+def save_files(files: dict) -> None:
+    """torch.save {path: content}, then rename all at once: a kill leaves no half-written file."""
+    for path, content in files.items():
+        torch.save(content, f"{path}.tmp")
+    for path in files:
+        os.replace(f"{path}.tmp", path)
+
+
+def crossed(every: int, before: int, after: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]; 0 is never."""
+    return every > 0 and before // every != after // every
+
+
+if __name__ == "__main__":
+    try:
+        args = parse_args()
+        check_args(args)
+        scene = check_env(args.env_id)
+        use_clip = args.reward == "clip"
+        cuda = torch.cuda.is_available() and args.cuda
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if cuda else []
+        reward_devices = list(args.reward_devices) or gpus or ["cpu"]
+        if not use_clip and args.video_freq == 0:
+            scene = None  # nothing is drawn
+        quality = args.render_quality
+        if scene == "states":
+            _, gl = egl_render.choose_gl(reward_devices[0])  # raises if nothing can draw
+            if quality == "auto":
+                quality = "light" if egl_render.is_software(gl) else "full"
+        if use_clip:
+            model, cache_dir = args.clip_model, args.clip_cache_dir
+            frames = args.total_timesteps
+            clip_reward.check_cost(model, reward_devices, frames, args.allow_slow, cache_dir)
+            clip_reward.check_model(model, cache_dir)  # downloads once, before there are workers
+    except (UsageError, egl_render.GLError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.stdout.reconfigure(line_buffering=True)  # a line per rollout in log files as well
+
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "_")
+    run_dir = Path(args.resume or f"{args.runs_dir}/{run_name}")
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+    checkpoint = None
+    if args.resume:
+        newest = max(run_dir.glob("checkpoints/step_*.pt"), key=lambda p: int(p.stem[5:]))
+        checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            sync_tensorboard=True,
+            config=vars(args),
+            name=run_dir.name,
+            dir=run_dir,
+        )
+    from torch.utils.tensorboard import SummaryWriter  # slow to import: not before --help
+
+    writer = SummaryWriter(run_dir, purge_step=checkpoint["global_step"] if checkpoint else None)
+    rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
+    writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
+
+    torch.manual_seed(args.seed)  # of the networks; the loop seeds again for every rollout
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # determinism wants it
+    torch.use_deterministic_algorithms(args.torch_deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would touch the whole buffer
+    device = torch.device("cuda" if cuda else "cpu")
+
+    # The reward workers start in the background, and load CLIP while the environments are made.
+    pool = None
+    if use_clip or scene == "states":
+        draw = functools.partial(make_renderer, args, quality=quality)
+        score = functools.partial(
+            clip_reward.make_clip_reward,
+            clip_model=args.clip_model,
+            target_prompts=args.target_prompt,
+            baseline_prompts=args.baseline_prompt,
+            alpha=args.reward_alpha,
+            precision=args.clip_precision,
+            cache_dir=args.clip_cache_dir,
+        )
+        pool = clip_reward.RewardPool(
+            functools.partial(draw, size=args.render_size) if scene == "states" else None,
+            score if use_clip else None,
+            devices=reward_devices if use_clip else reward_devices[:1],
+            batch_size=args.clip_batch_size,
+            make_video_renderer=functools.partial(draw, size=max(args.render_size, 240)),
+        )
+        atexit.register(pool.close)
+
+    # Environments. Without autoreset the last observation and picture are those of the episode.
+    thunks = [make_env(args.env_id, scene, args.render_size)] * args.num_envs
+    options = {"copy": False, "autoreset_mode": gym.vector.AutoresetMode.DISABLED}
+    if args.num_envs == 1:
+        envs = gym.vector.SyncVectorEnv(thunks, **options)
+    else:
+        # forkserver: processes share what is imported once, and inherit neither CUDA nor each
+        # other's pipes, so that they end when this process does, however it does.
+        multiprocessing.set_forkserver_preload(["torch", "tyro", "tqdm", "gymnasium.envs.mujoco"])
+        envs = gym.vector.AsyncVectorEnv(thunks, context="forkserver", **options)
+        atexit.register(lambda: [process.kill() for process in envs.processes])
+    T, N = args.episode_length, args.num_envs
+    observation_dim = envs.single_observation_space.shape[0]
+    action_shape = envs.single_action_space.shape
+    action_dim = math.prod(action_shape)
+
+    # Networks and optimisers. The entropy is that of actions in [-1, 1], whatever their units are.
+    actor = Actor(observation_dim, envs.single_action_space, args.hidden_size).to(device)
+    critic = TwinCritic(observation_dim, action_dim, args.hidden_size).to(device)
+    target_critic = TwinCritic(observation_dim, action_dim, args.hidden_size).to(device)
+    target_critic.load_state_dict(critic.state_dict())
+    target_critic.requires_grad_(False)
+    critic_params, target_params = list(critic.parameters()), list(target_critic.parameters())
+    log_alpha = torch.tensor(args.entropy_coef, device=device).log()
+    log_alpha.requires_grad_(args.autotune)
+    target_entropy = -action_dim
+    learner = {
+        "actor": actor,
+        "critic": critic,
+        "target_critic": target_critic,
+        "actor_optimizer": torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True),
+        "critic_optimizer": torch.optim.Adam(critic_params, lr=args.q_lr, fused=True),
+        "alpha_optimizer": torch.optim.Adam([log_alpha], lr=args.q_lr, fused=True),
+    }
+    actor_optimizer, critic_optimizer, alpha_optimizer = list(learner.values())[3:]
+
+    # Replay buffer: on the GPU if that leaves half of what is free there.
+    rollouts = min(args.buffer_size // (T * N), math.ceil(args.total_timesteps / (T * N)))
+    buffer_bytes = 4 * rollouts * N * ((T + 1) * observation_dim + T * (action_dim + 1))
+    fits = cuda and buffer_bytes < torch.cuda.mem_get_info()[0] / 2
+    buffer_device = device if fits else torch.device("cpu")
+    buffer = ReplayBuffer(rollouts, T, N, observation_dim, action_dim, buffer_device)
+
+    global_step, rollout, best_reward, history = 0, 0, -math.inf, []
+    if checkpoint:
+        for name, part in learner.items():
+            part.load_state_dict(checkpoint[name])
+        log_alpha.data.copy_(checkpoint["log_alpha"])
+        global_step, rollout = checkpoint["global_step"], checkpoint["rollout"]
+        best_reward, history = checkpoint["best_reward"], checkpoint["history"]
+        replay = torch.load(run_dir / "checkpoints/replay_buffer.pt", map_location="cpu", mmap=True)
+        buffer.load_state_dict(replay)
+
+    if pool:
+        pool.wait_ready()
+        print(*(f"reward worker: {line}" for line in pool.description), sep="\n")
+    print(
+        f"{args.env_id}: {N} environments, observations [{observation_dim}], actions [{action_dim}]"
+    )
+    print(f"learner on {device}, replay buffer {buffer_bytes / 1e9:.2f} GB on {buffer_device}")
+    print(f"run folder {run_dir}\ncurves: tensorboard --logdir {args.runs_dir}")
+
+    # Ctrl-C or SIGTERM: finish this rollout, save a checkpoint, end. A second one: end now.
+    signals = []
+
+    def stop(number, _):
+        if signals:
+            sys.exit(128 + number)
+        signals.append(number)
+        os.write(2, b"\nstopping after this rollout; once more to stop now\n")
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+    observations = np.empty((T + 1, N, observation_dim), np.float32)
+    actions = np.empty((T, N, action_dim), np.float32)  # in [-1, 1]
+    env_rewards = np.empty((T, N))
+    scenes = None  # of s' of every step: [T, N, S] float64 states or [T, N, H, W, 3] uint8 frames
+    first_step, first_time = global_step, time.perf_counter()
+    bar = tqdm(
+        total=args.total_timesteps, initial=global_step, unit="step", smoothing=0.1, disable=None
+    )
+    done = global_step >= args.total_timesteps
+    while not done:
+        # All randomness up to the next rollout follows from (seed, rollout): a resumed run goes on
+        # as the uninterrupted one would have, without any generator's state being saved.
+        *env_seeds, torch_seed = np.random.SeedSequence((args.seed, rollout)).generate_state(N + 1)
+        torch.manual_seed(int(torch_seed))
+        random_actions = global_step < args.learning_starts
+
+        # 1. One episode of every environment: physics only
+        t0 = time.perf_counter()
+        observations[0], _ = envs.reset(seed=[int(seed) for seed in env_seeds])
+        for t in range(T):
+            with torch.no_grad():
+                if random_actions:
+                    action = torch.rand(N, action_dim, device=device) * 2 - 1
+                else:
+                    action, _ = actor.sample(torch.as_tensor(observations[t], device=device))
+                env_action = actor.to_env(action).reshape(N, *action_shape).cpu().numpy()
+            observations[t + 1], env_rewards[t], _, _, infos = envs.step(env_action)
+            actions[t] = action.cpu().numpy()
+            if scene:
+                if scenes is None:
+                    scenes = np.empty((T, *infos[scene].shape), infos[scene].dtype)
+                scenes[t] = infos[scene]
+
+        # 2. Their rewards, all at once: that of (s, a, s') is that of the picture of s'
+        t1 = time.perf_counter()
+        rewards = env_rewards
+        if use_clip:
+            batch = scenes.reshape(T * N, *scenes.shape[2:])
+            rewards = pool.score(**{scene: batch}).reshape(T, N)
+        buffer.add(observations, actions, rewards)
+        rollout, previous_step, global_step = rollout + 1, global_step, global_step + T * N
+        history.append(float(rewards.mean()))
+        if not random_actions and history[-1] > best_reward:
+            best_reward = history[-1]  # of this policy, which is about to change
+            best = {"actor": actor.state_dict(), "global_step": global_step, "reward": best_reward}
+            save_files({run_dir / "checkpoints/best.pt": best})
+
+        # 3. Learn
+        t2 = time.perf_counter()
+        losses = []
+        for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
+            batch = [x.to(device) for x in buffer.sample(args.batch_size)]
+            alpha = log_alpha.detach().exp()
+            qf_losses, qf_values = update_critic(
+                batch, actor, critic, target_critic, critic_optimizer, alpha, args.gamma
+            )
+            actor_loss, log_density = update_actor(batch[0], actor, critic, actor_optimizer, alpha)
+            alpha_loss = -(log_alpha.exp() * (log_density + target_entropy)).mean()
+            if args.autotune:
+                alpha_optimizer.zero_grad()
+                alpha_loss.backward()
+                alpha_optimizer.step()
+            with torch.no_grad():
+                torch._foreach_lerp_(target_params, critic_params, args.tau)
+            scalars = [actor_loss, alpha_loss.detach(), alpha, -log_density.mean()]
+            losses.append(torch.cat([qf_losses, qf_values, torch.stack(scalars)]))
+        if losses:
+            losses = torch.stack(losses).mean(0).tolist()  # the only wait for the GPU
+
+        # 4. Log
+        t3 = time.perf_counter()
+        names = "qf1_loss qf2_loss qf1_values qf2_values actor_loss alpha_loss alpha entropy"
+        logs = {f"losses/{name}": x for name, x in zip(names.split(), losses, strict=False)}
+        timings = pool.timings if use_clip else {"render_s": 0.0, "clip_s": 0.0}
+        logs |= {f"time/{name}": seconds for name, seconds in timings.items()}
+        logs |= {"time/physics_s": t1 - t0, "time/update_s": t3 - t2}
+        logs["charts/episodic_return"] = env_rewards.sum(0).mean()
+        logs["charts/SPS"] = (global_step - first_step) / (t3 - first_time)
+        line = f"step {global_step:,}  return {logs['charts/episodic_return']:.1f}"
+        if use_clip:
+            logs["charts/clip_reward"] = rewards.mean()
+            logs["charts/episodic_clip_return"] = rewards.sum(0).mean()
+            line += f"  clip_reward {rewards.mean():.4f}"
+        for name, value in logs.items():
+            writer.add_scalar(name, value, global_step)
+        bar.update(T * N)
+        line += (
+            f"  {logs['charts/SPS']:.0f} steps/s  physics {t1 - t0:.1f} s, reward {t2 - t1:.1f} s"
+        )
+        bar.write(line + f", update {t3 - t2:.1f} s" + "  (random actions)" * random_actions)
+
+        # 5. Keep
+        done = global_step >= args.total_timesteps or bool(signals)
+        due = done and not signals or crossed(args.video_freq, previous_step, global_step)
+        if args.video_freq and due:  # the first environment's episode
+            frames = pool.render(scenes[:, 0]) if scene == "states" else scenes[:, 0]
+            fps = envs.metadata.get("render_fps", 30)
+            egl_render.write_video(run_dir / f"videos/step_{global_step}.mp4", frames, fps)
+            thin = math.ceil(max(frames.shape[1:3]) / 200)  # TensorBoard takes GIFs: small ones
+            thumbnails = frames[:, ::thin, ::thin]
+            egl_render.add_video(writer, "videos/rollout", thumbnails, global_step, fps)
+        if done or crossed(args.checkpoint_freq, previous_step, global_step):
+            state = {name: part.state_dict() for name, part in learner.items()}
+            state |= {"log_alpha": log_alpha.detach(), "global_step": global_step}
+            state |= {"rollout": rollout, "best_reward": best_reward, "history": history}
+            folder = run_dir / "checkpoints"
+            save_files(
+                {
+                    folder / "replay_buffer.pt": buffer.state_dict(),
+                    folder / f"step_{global_step}.pt": state,
+                }
+            )
+
+    envs.close()
+    bar.close()
+    writer.close()
+    tenth = max(1, len(history) // 10)
+    first, last = np.mean(history[:tenth]), np.mean(history[-tenth:])
+    speed = (global_step - first_step) / (time.perf_counter() - first_time)
+    print(f"{global_step:,} steps, {speed:.0f} steps/s")
+    print(f"{args.reward} reward per step: {first:.4f} in the first tenth, {last:.4f} in the last")
+    if best_reward > -math.inf:
+        print(f"best rollout of the learned policy: {best_reward:.4f} (checkpoints/best.pt)")
+    print(f"videos and checkpoints are in {run_dir}\ncurves: tensorboard --logdir {args.runs_dir}")
+    if signals:
+        print(f"stopped before the end; go on with: python {sys.argv[0]} --resume {run_dir}")
+        sys.exit(128 + signals[0])

@@ -1,0 +1,478 @@
+"""Poses of Gymnasium's humanoid: labelled states to train and to test judges of pictures with.
+
+    qpos = sample("kneeling", np.random.default_rng(0), n=8)  # [8, 24] settled on the floor
+    path = blend("splits", rng, np.linspace(0, 1, 6))         # [6, 24] from standing to the pose
+    walk = rollout_states(rng, n_episodes=4)                  # [4, 100, 24] of random policies
+    facts, names = describe(qpos), label(qpos)
+
+A pose is a few templates: joint angles in degrees as humanoid.xml names them, both sides at once,
+which every sample jitters, mirrors half of the time, puts on the floor and lets settle in MuJoCo
+with the joints held by springs. The angles were found by searching the joint ranges for where the
+hands, knees and feet have to be. The body has no wrists and no ankles and narrow hips, hence the
+legs of the side splits open to 126 degrees, the knees of the lotus stay 12 to 18 cm above the floor
+and crossed arms cross some way in front of the chest.
+"""
+
+import functools
+import os
+
+import gymnasium
+import mujoco
+import numpy as np
+
+TASKS = {
+    name: dict(pose=name, target_prompt=prompt, baseline_prompt="a humanoid robot")
+    for name, prompt in {
+        "kneeling": "a humanoid robot kneeling",
+        "lotus": "a humanoid robot seated down, meditating in the lotus position",
+        "standing": "a humanoid robot standing up",
+        "arms_raised": "a humanoid robot standing up, with both arms raised",
+        "splits": "a humanoid robot practicing gymnastics, doing the side splits",
+        "hands_on_hips": "a humanoid robot standing up with hands on hips",
+        "arms_crossed": "a humanoid robot standing up, with its arms crossed",
+        "one_leg": "a humanoid robot standing up on one leg",
+    }.items()
+}
+POSE_NAMES = (*TASKS, "lying_back", "lying_front", "squatting", "sitting", "crawling", "falling",
+              "contorted")  # fmt: skip
+
+# shoulder1, shoulder2, elbow of the right arm; the left arm is its mirror image. A second triple
+# is the left arm where the arms differ.
+ARMS = {
+    "bent": ((0, 0, 0),),  # as the environment's reset has them
+    "down": ((41, -38, -75),),
+    "down_bent": ((42, -51, -52),),
+    "lap": ((36, -21, -42),),
+    "knees": ((17, -29, -51),),
+    "on_knees": ((0, -41, -4),),  # where the knees of the lotus are
+    "on_lap": ((45, -23, 4),),
+    "prayer": ((50, -8, 14),),
+    "forward": ((5, 37, -84),),
+    "reach": ((-6, 30, -54),),
+    "side": ((-51, -35, -85),),
+    "back": ((57, -83, -60),),
+    "up": ((-85, 19, -90),),
+    "up_wide": ((-85, -4, -60),),
+    "up_front": ((-84, 35, -88),),
+    "hips": ((45, -73, -16),),
+    "hips_low": ((46, -69, -28),),
+    "crossed": ((55, 9, -12), (56, 11, -43)),
+    "crossed_tight": ((59, 16, -28), (58, 4, 9)),
+    "crossed_flat": ((57, 27, -52), (58, 4, 9)),
+    "crossed_low": ((58, 8, -6), (59, 6, -35)),
+}
+ANY_ARMS = ("bent", "down", "down_bent", "lap", "knees", "forward", "side")
+LOTUS_ARMS = ("on_knees", "on_knees", "on_lap", "prayer", "knees", "bent")
+STAND_ARMS = ("bent", "bent", "down", "down", "down_bent", "lap", "forward", "side")
+STAND = dict(hip_y=-3, knee=-6, balance=True, arms=STAND_ARMS)
+# hip_x, hip_z, hip_y, knee, abdomen_*: degrees, both sides unless right_/left_ is named; pitch
+# (forward) of the torso in degrees; balance: turn the body until its centre of mass is above the
+# feet; jitter: scale of the noise; weight: how often.
+TEMPLATES = {
+    "standing": [STAND, STAND | dict(hip_x=-8), STAND | dict(hip_y=-12, knee=-20)],
+    "arms_raised": [STAND | dict(hip_x=x, arms=("up", "up_wide", "up_front")) for x in (0, -10)],
+    "hands_on_hips": [STAND | dict(hip_x=x, arms=("hips", "hips_low")) for x in (0, -10)],
+    "arms_crossed": [
+        STAND | dict(hip_x=x, jitter=0.6,
+                     arms=("crossed", "crossed_tight", "crossed_flat", "crossed_low"))
+        for x in (0, -8)
+    ],
+    "one_leg": [
+        STAND | dict(left_hip_y=-85, left_knee=-95, arms=("bent", "down", "side", "lap")),
+        STAND | dict(left_hip_y=-60, left_knee=-100, arms=("bent", "down", "side")),
+        STAND | dict(left_hip_y=5, left_knee=-95, arms=("bent", "down", "side")),
+        STAND | dict(left_hip_y=-70, left_knee=-20, arms=("bent", "down", "side")),
+    ],
+    "kneeling": [
+        dict(hip_y=0, knee=-90, arms=ANY_ARMS, weight=2),  # tall: thighs upright
+        dict(hip_y=-25, knee=-115, arms=ANY_ARMS),
+        dict(hip_y=-70, knee=-158, hip_z=-8, arms=("bent", "down", "lap", "knees", "prayer")),
+        dict(hip_y=-60, knee=-150, hip_z=-15, arms=("bent", "down", "lap", "knees", "prayer")),
+    ],
+    "lotus": [  # with the hips on the floor the joints allow no lower knees
+        dict(hip_x=-22, hip_z=-60, hip_y=-30, knee=-160, abdomen_y=-75, pitch=8, jitter=0.4,
+             arms=LOTUS_ARMS, weight=2),
+        dict(hip_x=-2, hip_z=-60, hip_y=-37, knee=-158, abdomen_y=-75, pitch=8, jitter=0.4,
+             arms=LOTUS_ARMS),
+    ],
+    "splits": [
+        dict(hip_x=-25, hip_z=-60, hip_y=-71, knee=-2, jitter=0.5,
+             arms=("bent", "side", "up_wide", "lap", "forward", "up")),
+    ],
+    "lying_back": [
+        dict(pitch=-90, hip_y=-3, knee=-5, arms=(*ANY_ARMS, "up", "up_wide"), jitter=1.5),
+        dict(pitch=-90, hip_y=-8, knee=-10, hip_x=-18, arms=(*ANY_ARMS, "up"), jitter=1.5),
+        dict(pitch=-90, hip_y=-50, knee=-95, arms=ANY_ARMS, jitter=1.5),
+        dict(pitch=-90, left_hip_y=-45, left_knee=-90, arms=ANY_ARMS, jitter=1.5),
+    ],
+    "lying_front": [
+        dict(pitch=90, hip_y=-4, knee=-4, arms=("down", "back", "side", "up", "up_wide")),
+        dict(pitch=90, hip_x=-18, hip_y=-4, knee=-4, arms=("down", "side", "up", "up_wide")),
+        dict(pitch=90, hip_y=-4, left_knee=-60, arms=("down", "back", "side", "up_front")),
+    ],
+    "squatting": [
+        dict(hip_y=-105, knee=-120, balance=True, arms=("bent", "forward", "knees", "prayer")),
+        dict(hip_y=-100, knee=-130, hip_z=-30, balance=True, arms=("bent", "forward", "lap")),
+        dict(hip_y=-80, knee=-95, balance=True, arms=("bent", "forward", "reach")),
+    ],
+    "sitting": [
+        dict(hip_y=-88, knee=-4, arms=("bent", "lap", "knees", "back", "down", "forward")),
+        dict(hip_y=-75, knee=-5, hip_x=-15, pitch=-12, arms=("back", "down", "bent")),
+        dict(hip_y=-100, knee=-45, hip_x=-8, abdomen_y=-10, arms=("knees", "forward", "back")),
+    ],
+    "crawling": [
+        dict(pitch=75, hip_y=-80, knee=-102, arms=("forward",), jitter=0.8),
+        dict(pitch=72, hip_y=-92, knee=-116, arms=("forward",), jitter=0.8),
+        dict(pitch=75, hip_y=-68, left_hip_y=-92, knee=-92, left_knee=-116, arms=("forward",),
+             jitter=0.8),
+    ],
+    "falling": [
+        dict(hip_y=-5, knee=-10, arms=(*ANY_ARMS, "up"), jitter=2),
+        dict(hip_y=-20, knee=-35, arms=(*ANY_ARMS, "up"), jitter=2),
+        dict(hip_y=5, left_hip_y=-40, knee=-15, arms=(*ANY_ARMS, "up"), jitter=2),
+    ],
+}  # fmt: skip
+JOINTS = [f"abdomen_{axis}" for axis in "zyx"]  # and the legs, in the order of qpos[7:18]
+JOINTS += [f"{s}_{j}" for s in ("right", "left") for j in ("hip_x", "hip_z", "hip_y", "knee")]
+ARM_JITTER, BODY_JITTER = 7.0, 4.0  # standard deviations, degrees
+SETTLE_STEPS = 60  # of 4 ms: time to fall on both knees from one
+
+
+def _load():
+    path = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets/humanoid.xml")
+    return mujoco.MjModel.from_xml_path(path)
+
+
+@functools.lru_cache(1)
+def _world():
+    """Gymnasium's humanoid as it is: (model, data)."""
+    model = _load()
+    return model, mujoco.MjData(model)
+
+
+@functools.lru_cache(1)
+def _statue():
+    """The humanoid with every joint held by a stiff spring at model.qpos_spring: (model, data)."""
+    model = _load()
+    model.opt.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
+    model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
+    model.opt.timestep = 0.004
+    model.jnt_stiffness[1:12], model.dof_damping[6:17] = 2000, 40
+    model.jnt_stiffness[12:], model.dof_damping[17:] = 300, 8
+    model.dof_damping[:6] = 5  # the free joint: no bouncing
+    return model, mujoco.MjData(model)
+
+
+def _quat(axis, angle):
+    """Unit quaternion of a turn by angle (radians) about axis [3]."""
+    axis = np.asarray(axis, np.float64)
+    return np.r_[np.cos(angle / 2), np.sin(angle / 2) * axis / max(np.linalg.norm(axis), 1e-12)]
+
+
+def _mul(a, b):
+    """Quaternion product: turn by b, then by a."""
+    out = np.empty(4)
+    mujoco.mju_mulQuat(out, a, b)
+    return out
+
+
+def _slerp(a, b, t):
+    """Unit quaternion t of the way from a to b, the short way round."""
+    b = b if a @ b >= 0 else -b
+    angle = np.arccos(np.clip(a @ b, -1, 1))
+    if angle < 1e-6:
+        return b
+    return (np.sin((1 - t) * angle) * a + np.sin(t * angle) * b) / np.sin(angle)
+
+
+def _bottoms(model, data):
+    """Height of the lowest point of every geom but the floor, in m: [17]."""
+    half = model.geom_size[1:, 1] * (model.geom_type[1:] == mujoco.mjtGeom.mjGEOM_CAPSULE)
+    return data.geom_xpos[1:, 2] - half * abs(data.geom_xmat[1:, 8]) - model.geom_size[1:, 0]
+
+
+def _put_down(qpos, height=0.0):
+    """qpos [24] with its lowest geom at that height over the floor (m); changes it in place."""
+    model, data = _world()
+    data.qpos[:] = qpos
+    mujoco.mj_kinematics(model, data)
+    qpos[2] += height - _bottoms(model, data).min()
+    return qpos
+
+
+def _balance(qpos):
+    """Turn the whole body until its centre of mass is above the foot or feet it stands on."""
+    model, data = _world()
+    data.qpos[:] = qpos
+    mujoco.mj_kinematics(model, data)
+    mass = model.body_mass / model.body_mass.sum()
+    feet = data.geom_xpos[[model.geom("right_foot").id, model.geom("left_foot").id]]
+    lean = mass @ data.xipos - feet[feet[:, 2] < feet[:, 2].min() + 0.1].mean(0)
+    angle = np.arctan2(np.hypot(lean[0], lean[1]), lean[2])
+    qpos[3:7] = _mul(_quat(np.cross(lean, [0, 0, 1]), angle), qpos[3:7])
+
+
+def _draw(name, rng):
+    """One jittered template facing +x, not on the floor yet: qpos [24]."""
+    ranges = _world()[0].jnt_range[1:]
+    qpos = np.zeros(24)
+    if name == "contorted":
+        qpos[7:] = rng.uniform(ranges[:, 0], ranges[:, 1])
+        qpos[3:7] = rng.normal(size=4)
+        qpos[3:7] /= np.linalg.norm(qpos[3:7])
+        return qpos
+    weights = np.array([t.get("weight", 1) for t in TEMPLATES[name]], np.float64)
+    template = TEMPLATES[name][rng.choice(len(weights), p=weights / weights.sum())]
+    arms = ARMS[template["arms"][rng.integers(len(template["arms"]))]]
+    right, left = np.array(arms[0], np.float64), np.array(arms[-1]) * [-1.0, -1.0, 1.0]
+    body = [template.get(j, template.get(j.split("_", 1)[1], 0.0)) for j in JOINTS]
+    angles = np.r_[body, right, left]
+    scale = np.r_[np.full(11, BODY_JITTER), np.full(6, ARM_JITTER)] * template.get("jitter", 1.0)
+    angles = np.radians(angles + scale * rng.normal(size=17))
+    tilt = np.radians(3 * template.get("jitter", 1.0) * rng.normal(size=2))
+    pitch, roll = np.radians(template.get("pitch", 0)) + tilt[0], tilt[1]
+    qpos[7:] = np.clip(angles, ranges[:, 0], ranges[:, 1])
+    qpos[3:7] = _mul(_quat([1, 0, 0], roll), _quat([0, 1, 0], pitch))
+    if template.get("balance"):
+        _balance(qpos)
+        qpos[3:7] = _mul(_quat(rng.normal(size=3) * [1, 1, 0], np.radians(1.5)), qpos[3:7])
+    if name == "falling":
+        way, tilt = rng.uniform(0, 2 * np.pi), rng.uniform(np.radians(25), np.radians(60))
+        qpos[3:7] = _mul(_quat([np.cos(way), np.sin(way), 0], tilt), qpos[3:7])
+    return _mirror(qpos) if rng.random() < 0.5 else qpos
+
+
+def _mirror(qpos):
+    """The pose as a mirror shows it: left and right change places."""
+    out = qpos.copy()
+    out[1] *= -1
+    out[[4, 6]] *= -1  # roll and yaw
+    out[[7, 9]] *= -1  # abdomen_z, abdomen_x
+    out[10:18] = np.r_[qpos[14:18], qpos[10:14]]  # the hips' axes are mirror images already
+    out[18:24] = np.r_[qpos[21:24], qpos[18:21]] * [-1, -1, 1, -1, -1, 1]
+    return out
+
+
+def _settled(name, rng, tries=200):
+    """One sample facing +x that passed its check: qpos [24]."""
+    model, data = _statue()
+    for _ in range(tries):
+        start = _draw(name, rng)
+        qpos = _put_down(start.copy())
+        if name == "falling":
+            qpos = _put_down(qpos, rng.uniform(0, 0.05))
+            if CHECKS[name](describe(qpos[None]))[0]:
+                return qpos
+            continue
+        mujoco.mj_resetData(model, data)
+        model.qpos_spring[:] = data.qpos[:] = qpos
+        mujoco.mj_step(model, data, SETTLE_STEPS * (2 if name == "contorted" else 1))
+        qpos = _put_down(data.qpos.copy())
+        facts = describe(qpos[None])
+        if name == "contorted":
+            if not any(check(facts)[0] for check in LOOKS_LIKE.values()):
+                return qpos
+        elif CHECKS[name](facts)[0] and np.abs(qpos[7:] - start[7:]).max() < np.radians(25):
+            return qpos
+    raise RuntimeError(f"no sample of {name!r} passed its check in {tries} tries")
+
+
+def _face(qpos, yaw, shift):
+    """qpos [24] turned to heading yaw (radians) with the torso at shift [2] (m)."""
+    out = qpos.copy()
+    out[3:7] = _mul(_quat([0, 0, 1], yaw), qpos[3:7])
+    out[:2] = shift
+    return out
+
+
+def _known(name):
+    if name not in POSE_NAMES:
+        raise ValueError(f"unknown pose {name!r}; one of: {', '.join(POSE_NAMES)}")
+
+
+def sample(name, rng, n=1):
+    """n states of a pose: jittered template, random heading, settled on the floor.
+
+    name: one of POSE_NAMES; rng: np.random.Generator. Returns qpos [n, 24] float64 (m, unit
+    quaternion, radians); the lowest geom touches the floor ("falling": at most 5 cm above).
+    Raises ValueError for an unknown name.
+    """
+    _known(name)
+    out = [_face(_settled(name, rng), rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2))
+           for _ in range(n)]  # fmt: skip
+    return np.array(out).reshape(n, 24)
+
+
+def blend(goal_name, rng, t):
+    """The way from one standing sample (t=0) into one sample of the goal pose (t=1).
+
+    t: [K] in [0, 1]. Joint angles linear, torso orientation by slerp, the lowest geom on the
+    floor, one heading; not settled. Returns qpos [K, 24] float64.
+    """
+    _known(goal_name)
+    start, goal = _settled("standing", rng), _settled(goal_name, rng)
+    yaw, shift = rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2)
+    path = []
+    for s in np.asarray(t, np.float64):
+        qpos = (1 - s) * start + s * goal
+        qpos[3:7] = _slerp(start[3:7], goal[3:7], s)
+        path.append(_put_down(_face(qpos, yaw, shift)))
+    return np.array(path).reshape(-1, 24)
+
+
+def rollout_states(rng, n_episodes, length=100):
+    """States of random policies in Humanoid-v5 without termination: qpos [n_episodes, length, 24].
+
+    Every second episode takes uniform actions from the environment's reset. The others take
+    temporally correlated actions of random strength, half of them from a pose of the library.
+    """
+    model, data = _world()
+    low, high = model.actuator_ctrlrange.T
+    states = np.empty((n_episodes, length, 24))
+    for episode in range(n_episodes):
+        mujoco.mj_resetData(model, data)
+        wild = episode % 2 == 1
+        if wild and rng.random() < 0.5:
+            qpos = sample(POSE_NAMES[rng.integers(len(POSE_NAMES))], rng)[0]
+            mujoco.mj_resetData(model, data)  # sample() works on the same data
+            data.qpos[:] = qpos
+        else:  # Humanoid-v5's reset: 0.01 around the initial state
+            data.qpos[:] += rng.uniform(-0.01, 0.01, 24)
+            data.qvel[:] = rng.uniform(-0.01, 0.01, 23)
+        memory, strength = rng.uniform(0.8, 0.98), rng.uniform(0.3, 2.0)
+        noise = rng.normal(size=17)
+        for step in range(length):
+            noise = memory * noise + np.sqrt(1 - memory**2) * rng.normal(size=17)
+            smooth = np.clip(strength * noise * high, low, high)
+            data.ctrl[:] = smooth if wild else rng.uniform(low, high)
+            mujoco.mj_step(model, data, 5)  # frame_skip of Humanoid-v5
+            states[episode, step] = data.qpos
+    return states
+
+
+def describe(qpos):
+    """Geometric facts of states qpos [B, 24]: dict of float64 [B], lengths in m.
+
+    torso, head, pelvis: heights of the centres of these geoms.
+    up, front: z of the torso's up axis (1 upright) and front axis (1 on the back, -1 face down).
+    rest: height of the lowest point of everything but feet and shins.
+    off: horizontal distance from the centre of mass to the middle of the feet it may stand on.
+    right_ and left_ each of:
+        knee, foot, hand: heights of the lowest points.
+        knee_fwd, knee_out, foot_fwd, foot_out: place relative to the pelvis, forward as the
+            torso faces and outward to that side; horizontal (no meaning where |up| is small).
+        hand_x, hand_y, hand_z: place relative to the torso in its own axes: forward, outward
+            to that side (negative: past the middle), up.
+    """
+    model, data = _world()
+    ids = {model.geom(i).name: i for i in range(1, model.ngeom)}
+    mass = model.body_mass / model.body_mass.sum()
+    rest = [i - 1 for name, i in ids.items() if "foot" not in name and "shin" not in name]
+    rows = []
+    for q in np.asarray(qpos, np.float64).reshape(-1, 24):
+        data.qpos[:] = q
+        mujoco.mj_kinematics(model, data)
+        low, at, torso = _bottoms(model, data), data.geom_xpos, data.xmat[1].reshape(3, 3)
+        pelvis = at[ids["butt"]]
+        fwd = np.array([torso[0, 0], torso[1, 0]]) / max(np.hypot(torso[0, 0], torso[1, 0]), 1e-9)
+        row = dict(torso=at[ids["torso1"], 2], head=at[ids["head"], 2], pelvis=pelvis[2],
+                   up=torso[2, 2], front=torso[2, 0], rest=low[rest].min())  # fmt: skip
+        feet = at[[ids["right_foot"], ids["left_foot"]]]
+        support = feet[feet[:, 2] < feet[:, 2].min() + 0.1].mean(0)
+        row["off"] = np.hypot(*(mass @ data.xipos - support)[:2])
+        for side, sign in (("right", -1), ("left", 1)):
+            knee = data.xpos[model.body(f"{side}_shin").id]
+            foot, hand = at[ids[f"{side}_foot"]], at[ids[f"{side}_hand"]]
+            row[f"{side}_knee"] = knee[2] - model.geom_size[ids[f"{side}_shin1"], 0]
+            row[f"{side}_foot"] = low[ids[f"{side}_foot"] - 1]
+            row[f"{side}_hand"] = low[ids[f"{side}_hand"] - 1]
+            for part, point in (("knee", knee), ("foot", foot)):
+                way = (point - pelvis)[:2]
+                row[f"{side}_{part}_fwd"] = fwd @ way
+                row[f"{side}_{part}_out"] = sign * (fwd[0] * way[1] - fwd[1] * way[0])
+            place = torso.T @ (hand - data.xpos[1])
+            row[f"{side}_hand_x"], row[f"{side}_hand_y"] = place[0], sign * place[1]
+            row[f"{side}_hand_z"] = place[2]
+        rows.append(row)
+    return {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
+
+
+def _both(facts, part, low=-np.inf, high=np.inf):
+    """Whether a fact of the left and of the right side lies in [low, high]: bool [B]."""
+    right, left = facts[f"right_{part}"], facts[f"left_{part}"]
+    return (np.minimum(right, left) >= low) & (np.maximum(right, left) <= high)
+
+
+def _upright(f):
+    return (f["up"] > 0.9) & (f["torso"] > 1.15) & (f["pelvis"] > 0.75) & (f["off"] < 0.12)
+
+
+def _on_feet(f):
+    return _upright(f) & _both(f, "foot", high=0.05)
+
+
+def _hips(f):
+    return (_both(f, "hand_x", -0.12, 0.12) & _both(f, "hand_y", 0.12, 0.3)
+            & _both(f, "hand_z", -0.45, -0.25))  # fmt: skip
+
+
+def _crossed(f):  # each hand on the other one's side
+    return (_both(f, "hand_y", high=0.03) & (f["right_hand_y"] + f["left_hand_y"] < -0.04)
+            & _both(f, "hand_z", -0.25, 0.2))  # fmt: skip
+
+
+def _seated(f):
+    return (f["up"] > 0.8) & (f["pelvis"] < 0.15)
+
+
+# What a state must satisfy to be that pose; sample() keeps nothing else.
+CHECKS = {
+    "standing": lambda f: _on_feet(f) & _both(f, "hand_z", high=0.2) & ~_hips(f) & ~_crossed(f),
+    "arms_raised": lambda f: _on_feet(f) & _both(f, "hand_z", low=0.3) & (f["up"] > 0.93),
+    "hands_on_hips": lambda f: _on_feet(f) & _hips(f),
+    "arms_crossed": lambda f: _on_feet(f) & _crossed(f),
+    "one_leg": lambda f: _upright(f) & (abs(f["right_foot"] - f["left_foot"]) > 0.15),
+    "kneeling": lambda f: (f["up"] > 0.85) & _both(f, "knee", high=0.06)
+    & _both(f, "foot", high=0.08) & _both(f, "knee_out", high=0.3)
+    & (f["right_foot_fwd"] < f["right_knee_fwd"] - 0.2)
+    & (f["left_foot_fwd"] < f["left_knee_fwd"] - 0.2),
+    "lotus": lambda f: _seated(f) & _both(f, "knee", high=0.18) & _both(f, "foot", high=0.12)
+    & _both(f, "knee_out", low=0.25) & _both(f, "foot_out", -0.15, 0.17),
+    "splits": lambda f: _seated(f) & _both(f, "foot", high=0.06) & _both(f, "foot_out", low=0.6),
+    "lying_back": lambda f: (f["front"] > 0.8) & (f["torso"] < 0.2) & (f["pelvis"] < 0.2),
+    "lying_front": lambda f: (f["front"] < -0.8) & (f["torso"] < 0.25) & (f["pelvis"] < 0.25),
+    "squatting": lambda f: (f["up"] > 0.55) & (f["pelvis"] > 0.15) & (f["pelvis"] < 0.65)
+    & (f["rest"] > 0.08) & _both(f, "foot", high=0.05) & (f["off"] < 0.15),
+    "sitting": lambda f: _seated(f) & _both(f, "foot_fwd", low=0.45)
+    & _both(f, "foot_out", high=0.5),
+    "crawling": lambda f: (f["front"] < -0.75) & _both(f, "knee", high=0.06)
+    & _both(f, "hand", high=0.06) & (f["torso"] > 0.35) & (f["pelvis"] > 0.35),
+    "falling": lambda f: (f["off"] > 0.2) & (f["pelvis"] > 0.4) & (f["rest"] > 0.2)
+    & _both(f, "knee", low=0.15),
+}  # fmt: skip
+
+# Wider than CHECKS: what "contorted" must not be mistaken for.
+LOOKS_LIKE = CHECKS | {
+    "standing": lambda f: (f["up"] > 0.7) & (f["torso"] > 0.9),
+    "kneeling": lambda f: (f["up"] > 0.6) & _both(f, "knee", high=0.12),
+    "sitting": lambda f: (f["up"] > 0.7) & (f["pelvis"] < 0.2),
+    "lying": lambda f: (abs(f["front"]) > 0.7) & (f["torso"] < 0.3) & (f["pelvis"] < 0.3),
+    "crawling": lambda f: (f["front"] < -0.6) & _both(f, "knee", high=0.12)
+    & _both(f, "hand", high=0.12),
+}  # fmt: skip
+
+
+def label(qpos):
+    """Names for states qpos [B, 24] of rollouts: str array [B].
+
+    "standing" (arms neither raised, crossed nor on the hips), "kneeling", "lying_back",
+    "lying_front" or "falling" where the geometry leaves no doubt, "other" where it does.
+    """
+    f = describe(qpos)
+    if not f:
+        return np.zeros(0, "<U11")
+    names = np.full(len(f["up"]), "other", "<U11")
+    for name in ("standing", "kneeling", "lying_back", "lying_front", "falling"):
+        names[CHECKS[name](f)] = name
+    names[(names == "falling") & (f["up"] > 0.85)] = "other"  # it may yet catch itself
+    return names
