@@ -534,6 +534,11 @@ class _Scorer:
             self.video_renderer = self.make_video_renderer()
         return self.video_renderer.frame_shape
 
+    def close(self):
+        """Free the renderers' GL contexts: one left to the end of a process may crash it there."""
+        for renderer in {self.renderer, self.video_renderer} - {None}:
+            getattr(renderer, "close", lambda: None)()
+
 
 class _SharedArray:
     """A numpy array in named shared memory; the creator unlinks it, others attach by `spec`."""
@@ -595,6 +600,7 @@ def _worker_main(connection, parent_pid, threads, setup):
             source.release()
             target.release()
             connection.send((number, seconds))
+        scorer.close()
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         pass
     except BaseException:
@@ -846,6 +852,8 @@ class RewardPool:
         if self._closed:
             return
         self._closed = True
+        if self._local:
+            self._local.close()
         for connection in self._connections:
             try:
                 connection.send(None)

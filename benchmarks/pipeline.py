@@ -66,7 +66,7 @@ def crossing_bytes(env_id):
 
     from sac_clip_humanoid import make_env
 
-    env = make_env(env_id, pictures=True, frame_size=64)()
+    env = make_env(env_id, scene="states")()
     env.reset(seed=0)
     _, reward, terminated, truncated, info = env.step(env.action_space.sample())
     reply = ((None, reward, terminated, truncated, info), True)

@@ -292,7 +292,7 @@ runpy.run_path({str(ROOT / "sac_clip_humanoid.py")!r}, run_name="__main__")
 def test_humanoid_episodes_have_a_fixed_length_and_little_info():
     from benchmarks.pipeline import crossing_bytes
 
-    env = sac.make_env("Humanoid-v5", pictures=True, frame_size=64)()
+    env = sac.make_env("Humanoid-v5", scene="states")()
     env.reset(seed=0)
     for _ in range(120):  # it has long fallen
         _, reward, terminated, truncated, info = env.step(env.action_space.sample())

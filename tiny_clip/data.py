@@ -1,0 +1,424 @@
+"""What tiny_clip learns from: pictures of the humanoid's scenes, captions, and which is how true.
+
+    qpos, truth, weight = draw_states(np.random.default_rng(0), 600)   # [600, 24], [600, C] twice
+    pictures, truth, weight = make_pictures([Job(seed=0, scene="varied", count=600)], workers=2)
+
+No picture has one caption of its own. CONCEPTS are C things that can be said of a picture, each in
+several wordings, and `truth` says how true each is of each picture, from 0 to 1. Where geometry
+cannot tell (is this heap sitting?) `weight` is 0 and nothing is learned.
+Importing this module chooses the GL backend and imports mujoco.
+"""
+
+import dataclasses
+import functools
+import multiprocessing
+import os
+import sys
+
+import numpy as np
+import torch
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as TF
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)  # for `python tiny_clip/train.py`
+
+import egl_render  # noqa: E402
+
+egl_render.setup_gl("cpu")
+
+import gymnasium  # noqa: E402
+import mujoco  # noqa: E402
+
+from tiny_clip import poses  # noqa: E402
+
+HUMANOID_XML = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets/humanoid.xml")
+IMAGE_SIZE = 64
+
+# ------------------------------------------------------------------------------ captions
+
+# Concept -> captions; {} stands for the subject. The first is the paper's prompt, if any.
+CAPTIONS = {
+    "robot": ["{}", "{} outdoors", "{} on a stone floor", "{} under a cloudy sky", "{} outside",
+              "{} in front of the camera", "{} made of metal"],
+    "standing": ["{} standing up", "{} standing", "{} standing upright", "{} on its feet",
+                 "{} stands on both feet", "{} standing on the ground", "{} stands tall",
+                 "{} standing still"],
+    "arms_raised": ["{} standing up, with both arms raised", "{} with both arms raised",
+                    "{} with its arms up in the air", "{} standing with raised arms",
+                    "{} raises both hands above its head", "{} holding both arms up",
+                    "{} standing with hands up"],
+    "hands_on_hips": ["{} standing up with hands on hips", "{} with hands on hips",
+                      "{} with its hands on its hips", "{} standing with both hands at its waist",
+                      "{} stands arms akimbo", "{} resting its hands on the hips"],
+    "arms_crossed": ["{} standing up, with its arms crossed", "{} with crossed arms",
+                     "{} with its arms crossed", "{} standing with folded arms",
+                     "{} folding its arms", "{} crossing its arms in front of the chest"],
+    "one_leg": ["{} standing up on one leg", "{} standing on one leg", "{} on one leg",
+                "{} balancing on one foot", "{} with one leg lifted", "{} stands on a single leg"],
+    "kneeling": ["{} kneeling", "{} kneeling down", "{} on its knees", "{} kneels",
+                 "{} kneels on the ground with both knees on the floor", "{} down on both knees",
+                 "{} kneeling on the floor", "{} in a kneeling position", "{} kneeling upright"],
+    "lotus": ["{} seated down, meditating in the lotus position", "{} in the lotus position",
+              "{} meditating", "{} sitting cross-legged", "{} meditating with crossed legs",
+              "{} sitting in the lotus pose", "{} sits cross-legged on the floor"],
+    "splits": ["{} practicing gymnastics, doing the side splits", "{} doing the splits",
+               "{} doing the side splits", "{} in a side split", "{} with legs stretched sideways",
+               "{} doing gymnastics, legs spread wide on the floor", "{} performing the splits"],
+    "lying": ["{} lying on the ground", "{} lying down", "{} lying on the floor", "{} lies flat",
+              "{} fallen over", "{} that has fallen to the ground", "{} lying"],
+    "lying_back": ["{} lying on its back", "{} flat on its back", "{} lying face up",
+                   "{} lying on the ground, facing the sky", "{} on its back"],
+    "lying_front": ["{} lying face down", "{} lying on its belly", "{} lying on its front",
+                    "{} flat on its stomach", "{} face down on the floor"],
+    "squatting": ["{} squatting", "{} crouching", "{} squatting down", "{} in a deep squat",
+                  "{} crouching with bent knees", "{} squats"],
+    "sitting": ["{} sitting", "{} sitting on the ground", "{} seated", "{} sitting on the floor",
+                "{} sitting down with legs stretched forward", "{} sits"],
+    "crawling": ["{} crawling", "{} on all fours", "{} crawling on hands and knees",
+                 "{} crawling on the ground", "{} on its hands and knees", "{} crawls"],
+    "falling": ["{} falling", "{} falling over", "{} losing its balance", "{} toppling over",
+                "{} tilted, about to fall", "{} tipping over"],
+    "contorted": ["{} in a contorted pose", "{} twisted on the ground", "{} collapsed in a heap",
+                  "{} in a strange position", "{} tangled up", "{} crumpled on the floor"],
+}  # fmt: skip
+CONCEPTS = tuple(CAPTIONS)
+GOALS = tuple(poses.TASKS)
+SUBJECTS = ("a robot", "the robot", "a humanoid", "the humanoid robot", "a metal robot",
+            "an android", "one humanoid robot", "a silver humanoid robot", "a person")  # fmt: skip
+PREFIXES = ("a photo of ", "a picture of ", "an image of ", "a photograph of ", "a rendering of ",
+            "a render of ", "this is ", "a close photo of ")  # fmt: skip
+SUFFIXES = (".", " outdoors", " on a stone floor", " under a cloudy sky", " outside", "!")
+SMALL_WORDS = {"a", "the", "its", "up", "both", "of", "on", "down", "with", "in", "humanoid"}
+
+
+def exact(caption):
+    """The caption with the paper's subject: "a humanoid robot kneeling"."""
+    return caption.format("a humanoid robot")
+
+
+def reworded(caption, rng):
+    """One other way to put a caption: subject, beginning and end vary, a small word may go."""
+    subject = SUBJECTS[rng.integers(len(SUBJECTS))] if rng.random() < 0.5 else "a humanoid robot"
+    text = caption.format(subject)
+    if rng.random() < 0.3:
+        text = PREFIXES[rng.integers(len(PREFIXES))] + text
+    if rng.random() < 0.2:
+        text += SUFFIXES[rng.integers(len(SUFFIXES))]
+    if rng.random() < 0.3:
+        words = text.split(" ")
+        small = [i for i, word in enumerate(words) if word in SMALL_WORDS]
+        if small and len(words) > 2:
+            del words[small[rng.integers(len(small))]]
+            text = " ".join(words)
+    return text
+
+
+# ------------------------------------------------------------------------------ truth
+
+# Pose -> what is true of it beside itself and "robot". Parts are how much a person would agree.
+ALSO_TRUE = {
+    "arms_raised": dict(standing=1),
+    "hands_on_hips": dict(standing=1),
+    "arms_crossed": dict(standing=1),
+    "one_leg": dict(standing=0.7),
+    "lotus": dict(sitting=0.7),
+    "splits": dict(sitting=0.3),
+    "sitting": dict(lotus=0.15),
+    "squatting": dict(kneeling=0.2, standing=0.1),
+    "crawling": dict(kneeling=0.2),
+    "lying_back": dict(lying=1),
+    "lying_front": dict(lying=1),
+}
+GEOMETRIC = ("falling", "contorted")  # poses too various for a fixed row of truth
+
+
+def _ramp(x, low, high):
+    return np.clip((x - low) / (high - low), 0.0, 1.0)
+
+
+def degrees(facts):
+    """How much each state kneels, stands, lies, from poses.describe(): dict of [B] in [0, 1].
+
+    Continuous in the state on purpose: an agent in training passes through every half-way state and
+    needs to be told which is nearer.
+    """
+    f = facts
+
+    def worst(part):  # of the two sides
+        return np.minimum(f[f"right_{part}"], f[f"left_{part}"])
+
+    knees = []
+    for side in ("right", "left"):
+        shin_behind = f[f"{side}_knee_fwd"] - f[f"{side}_foot_fwd"]
+        together = _ramp(-f[f"{side}_knee_out"], -0.42, -0.28)  # not those of the lotus position
+        down = _ramp(-f[f"{side}_knee"], -0.35, -0.06)
+        knees.append(down * _ramp(shin_behind, 0.0, 0.25) * together)
+    both_down = 0.7 * np.minimum(*knees) + 0.3 * np.mean(knees, 0)  # one knee is a part of it
+    lying = _ramp(-f["torso"], -0.6, -0.28) * _ramp(-f["up"], -0.75, -0.3)
+    return dict(
+        kneeling=both_down * _ramp(f["up"], 0.2, 0.88) * _ramp(f["pelvis"], 0.12, 0.2),
+        standing=_ramp(f["up"], 0.55, 0.95) * _ramp(f["pelvis"], 0.5, 0.8),
+        lying=lying,
+        lying_back=lying * _ramp(f["front"], 0.1, 0.75),
+        lying_front=lying * _ramp(-f["front"], 0.1, 0.75),
+        seated=_ramp(f["up"], 0.4, 0.85) * _ramp(-f["pelvis"], -0.4, -0.2),
+        hands_high=_ramp(worst("hand_z"), 0.0, 0.3),
+    )
+
+
+def _row(name):
+    row = dict.fromkeys(CONCEPTS, 0.0) | {"robot": 1.0, name: 1.0} | ALSO_TRUE.get(name, {})
+    return np.array([row[concept] for concept in CONCEPTS])
+
+
+def truth_of(names, qpos):
+    """How true each concept is of states, and where that is known.
+
+    Args:
+        names: [B] str: a pose of the library each state was sampled from, or "rollout".
+        qpos: [B, 24] float64.
+    Returns:
+        truth [B, C], weight [B, C], float64 in [0, 1].
+    """
+    facts = poses.describe(qpos)
+    degree, labels = degrees(facts), poses.label(qpos)
+    index = {concept: c for c, concept in enumerate(CONCEPTS)}
+    truth, weight = np.zeros((len(qpos), len(CONCEPTS))), np.ones((len(qpos), len(CONCEPTS)))
+    for b, name in enumerate(names):
+        if name not in GEOMETRIC and name != "rollout":
+            truth[b] = _row(name)
+            continue
+        d = {key: values[b] for key, values in degree.items()}
+        row = {"robot": 1.0, "arms_raised": d["standing"] * d["hands_high"]}
+        row |= {c: d[c] for c in ("kneeling", "standing", "lying", "lying_back", "lying_front")}
+        doubt = {}
+        if name == "rollout":
+            row["falling"] = float(labels[b] == "falling")
+            doubt = dict(falling=labels[b] == "other", contorted=True)
+        else:
+            row[name] = 1.0
+            doubt = dict(contorted=name == "falling", falling=name == "contorted")
+        wide = min(facts["right_foot_out"][b], facts["left_foot_out"][b]) > 0.4
+        low_knees = max(facts["right_knee"][b], facts["left_knee"][b]) < 0.2
+        feet_apart = abs(facts["right_foot"][b] - facts["left_foot"][b]) > 0.08
+        half_up = facts["up"][b] > 0.4
+        doubt |= dict(
+            sitting=d["seated"] > 0.1,
+            splits=d["seated"] > 0.3 and wide,
+            lotus=d["seated"] > 0.3 and low_knees and not wide,
+            squatting=half_up and 0.2 < facts["pelvis"][b] < 0.75,
+            crawling=facts["front"][b] < -0.3 and low_knees,
+            one_leg=d["standing"] > 0.3 and feet_apart,
+            hands_on_hips=d["standing"] > 0.5,
+            arms_crossed=d["standing"] > 0.5,
+        )
+        for concept, value in row.items():
+            truth[b, index[concept]] = value
+        for concept, unknown in doubt.items():
+            weight[b, index[concept]] = not unknown
+    return truth, weight
+
+
+# ------------------------------------------------------------------------------ states
+
+# Share of the pictures by where their state comes from, and of the samples by pose.
+SOURCES = dict(sample=0.44, blend=0.20, detour=0.14, rollout=0.22)
+POSE_WEIGHTS = dict(kneeling=4, standing=3, contorted=3, lotus=2, splits=2, arms_raised=2,
+                    falling=2, hands_on_hips=1.5, arms_crossed=1.5, one_leg=1.5, lying_back=1.5,
+                    lying_front=1.5, squatting=2, sitting=1.5, crawling=1.5)  # fmt: skip
+BLEND_GOALS = ("kneeling", "kneeling", "lotus", "splits", "arms_raised", "hands_on_hips",
+               "arms_crossed", "one_leg")  # fmt: skip
+DETOUR_STARTS = ("lying_back", "lying_front", "falling", "contorted", "contorted", "sitting",
+                 "crawling", "squatting")  # fmt: skip
+
+
+def _turned(qpos, rng, facing=0.4):
+    """States [B, 24] of which a share `facing` is turned to within 30 degrees of +x, where every
+    episode of Humanoid-v5 starts and where the paper's camera stands; and moved about the floor."""
+    qpos = qpos.copy()
+    turn = np.zeros(4)
+    for q in qpos:
+        if rng.random() < facing:
+            w, x, y, z = q[3:7]
+            heading = np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
+            half = (rng.uniform(-np.pi, np.pi) / 6 - heading) / 2
+            mujoco.mju_mulQuat(turn, np.array([np.cos(half), 0, 0, np.sin(half)]), q[3:7])
+            q[3:7] = turn
+        q[:2] = rng.uniform(-3, 3, 2)
+    return qpos
+
+
+def detour(start, goal, rng, t):
+    """As poses.blend, from one sample of any pose `start` into one of `goal`: qpos [K, 24]."""
+    model, data = _plain()
+    a, b = poses.sample(start, rng)[0], poses.sample(goal, rng)[0]
+    if a[3:7] @ b[3:7] < 0:
+        b[3:7] *= -1
+    path = []
+    for s in np.asarray(t, np.float64):
+        qpos = (1 - s) * a + s * b
+        qpos[3:7] /= np.linalg.norm(qpos[3:7])
+        data.qpos[:] = qpos
+        mujoco.mj_kinematics(model, data)
+        ends = abs(data.geom_xmat[1:, 8]) * model.geom_size[1:, 1]
+        ends *= model.geom_type[1:] == mujoco.mjtGeom.mjGEOM_CAPSULE
+        qpos[2] -= (data.geom_xpos[1:, 2] - ends - model.geom_size[1:, 0]).min()
+        path.append(qpos)
+    return np.array(path)
+
+
+@functools.lru_cache(1)
+def _plain():
+    model = mujoco.MjModel.from_xml_path(HUMANOID_XML)
+    return model, mujoco.MjData(model)
+
+
+def _path_truth(start, goal, t, qpos):
+    """Truth along a blend: of start (1-t), of goal t. What neither claims counts little."""
+    (a, _), (b, _) = truth_of([start] * len(qpos), qpos), truth_of([goal] * len(qpos), qpos)
+    truth = (1 - t[:, None]) * a + t[:, None] * b
+    weight = np.full_like(truth, 0.3)
+    known = [c for c, concept in enumerate(CONCEPTS) if concept in (*GOALS, "robot")]
+    weight[:, known] = 1.0
+    kneeling = CONCEPTS.index("kneeling")
+    if goal != "kneeling":  # on the way to elsewhere one may come by
+        truth[:, kneeling] = degrees(poses.describe(qpos))["kneeling"]
+    return truth, weight
+
+
+def draw_states(rng, count):
+    """States of every kind and what is true of them.
+
+    Returns:
+        qpos [count, 24] float64, truth [count, C], weight [count, C] float64.
+    """
+    names = list(POSE_WEIGHTS)
+    share = np.array(list(POSE_WEIGHTS.values()), float)
+    parts = []
+
+    def add(qpos, truth, weight):
+        parts.append((qpos, truth, weight))
+
+    todo = {source: round(part * count) for source, part in SOURCES.items()}
+    drawn = rng.choice(len(names), todo["sample"], p=share / share.sum())
+    for index, name in enumerate(names):
+        n = int((drawn == index).sum())
+        if n:
+            qpos = _turned(poses.sample(name, rng, n), rng)
+            add(qpos, *truth_of([name] * n, qpos))
+    for _ in range(0, todo["blend"], 6):
+        goal, t = BLEND_GOALS[rng.integers(len(BLEND_GOALS))], np.sort(rng.uniform(0, 1, 6))
+        qpos = _turned(poses.blend(goal, rng, t), rng)
+        add(qpos, *_path_truth("standing", goal, t, qpos))
+    for _ in range(0, todo["detour"], 4):
+        start = DETOUR_STARTS[rng.integers(len(DETOUR_STARTS))]
+        goal, t = BLEND_GOALS[rng.integers(len(BLEND_GOALS))], np.sort(rng.uniform(0, 1, 4))
+        qpos = _turned(detour(start, goal, rng, t), rng)
+        # squared: half way out of a heap on the floor hardly anything of the goal can be seen
+        add(qpos, *_path_truth(start, goal, t**2, qpos))
+    episodes = poses.rollout_states(rng, max(2, todo["rollout"] // 40 // 2 * 2))
+    rolled = episodes.reshape(-1, 24)
+    rolled = rolled[rng.choice(len(rolled), min(todo["rollout"] + 12, len(rolled)), replace=False)]
+    add(rolled, *truth_of(["rollout"] * len(rolled), rolled))
+    qpos, truth, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
+    keep = rng.permutation(len(qpos))[:count]
+    return qpos[keep], truth[keep], weight[keep]
+
+
+# ------------------------------------------------------------------------------ pictures
+
+SCENES = ("varied", "canonical", "plain")
+SIZES = {64: 0.36, 96: 0.42, 128: 0.16, 224: 0.06}  # px, all in light quality
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Pictures of one scene. `full`: share drawn at 480 px with shadows and multisampling."""
+
+    seed: int
+    scene: str
+    count: int
+    full: float = 0.0
+
+
+def scene_model(scene, rng):
+    """A fresh mujoco.MjModel of a scene of SCENES."""
+    if scene == "plain":
+        return mujoco.MjModel.from_xml_path(HUMANOID_XML)
+    return egl_render.textured_model(HUMANOID_XML, rng if scene == "varied" else None)
+
+
+@functools.lru_cache(1)
+def environment_camera():
+    """The camera of Humanoid-v5's own render()."""
+    env = gymnasium.make("Humanoid-v5", render_mode="rgb_array")
+    camera = egl_render.env_camera(env)
+    env.close()
+    return camera
+
+
+def _camera(scene, rng):
+    if scene == "plain" and rng.random() < 0.3:
+        return environment_camera()
+    if rng.random() < (0.8 if scene == "canonical" else 0.45):
+        return egl_render.PAPER_CAMERA
+    return dataclasses.replace(
+        egl_render.PAPER_CAMERA,
+        distance=3.5 * rng.uniform(0.85, 1.15),
+        azimuth=180 + rng.uniform(-25, 25),
+        elevation=rng.uniform(-25, 0),
+        lookat=(0.0, 0.0, rng.uniform(0.7, 1.2)),
+    )
+
+
+def _aim(renderer, camera):
+    """Point a renderer, bound to one camera, elsewhere: a new one costs a GL context."""
+    renderer.camera, view = camera, renderer._view
+    view.distance, view.azimuth, view.elevation = camera.distance, camera.azimuth, camera.elevation
+    view.lookat[:] = camera.lookat
+
+
+def draw_job(job):
+    """One job's (pictures [count, 3, 64, 64] uint8, truth, weight [count, C] float32, qpos)."""
+    rng = np.random.default_rng(job.seed)
+    qpos, truth, weight = draw_states(rng, job.count)
+    cameras = [_camera(job.scene, rng) for _ in range(job.count)]
+    for q, camera in zip(qpos, cameras, strict=True):
+        if camera.track_body < 0:  # Gymnasium's own looks at the origin
+            q[:2] *= 0.1
+    sizes = rng.choice(list(SIZES), job.count, p=list(SIZES.values()))
+    sizes[: round(job.full * job.count)] = 480
+    model = scene_model(job.scene, rng)
+    states = np.concatenate([qpos, np.zeros((job.count, model.nv))], 1)
+    pictures = np.empty((job.count, 3, IMAGE_SIZE, IMAGE_SIZE), np.uint8)
+    for size in sorted(set(sizes), reverse=True):  # full first: light changes the model
+        quality = "full" if size == 480 else "light"
+        renderer = egl_render.MujocoRenderer(model, int(size), quality=quality)
+        for i in np.flatnonzero(sizes == size):
+            _aim(renderer, cameras[i])
+            pictures[i] = shrink(renderer.render(states[i : i + 1]))[0]
+        renderer.close()
+    return pictures, truth.astype(np.float32), weight.astype(np.float32), qpos
+
+
+def shrink(frames):
+    """Frames [B, H, W, 3] to [B, 3, 64, 64], both uint8, as the model's preprocessing does it."""
+    nchw = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    size = [IMAGE_SIZE, IMAGE_SIZE]
+    return TF.resize(nchw, size, InterpolationMode.BICUBIC, antialias=True).numpy()
+
+
+def _start_worker():
+    torch.set_num_threads(1)
+
+
+def make_pictures(jobs, workers=2, progress=lambda done: None):
+    """All jobs' pictures in processes of their own: (pictures [N, 3, 64, 64] uint8,
+    truth [N, C], weight [N, C] float32, qpos [N, 24])."""
+    parts = []
+    with multiprocessing.get_context("spawn").Pool(workers, _start_worker) as pool:
+        for part in pool.imap(draw_job, jobs):
+            parts.append(part)
+            progress(sum(len(p[0]) for p in parts))
+    return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
