@@ -14,7 +14,8 @@ Offline on a laptop, with the small CLIP that comes with the project:
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
         --clip-model local-dir:tiny_clip --render-size 96 --num-envs 8 \
-        --total-timesteps 60000 --learning-starts 4000
+        --total-timesteps 48000 --learning-starts 4800 --gradient-steps 300 --batch-size 256 \
+        --entropy-coef 0.05 --symlog
 
 The environment's own reward instead, as a baseline (nothing is drawn):
 
@@ -39,8 +40,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# Before torch: threads that spin while they wait cost nothing on an idle machine, but when another
-# process wants the cores too, updates get 10 to 25 times slower (2 cores, 512 x 256 layers).
+# Before torch: threads that spin for long while they wait are quickest on an idle machine, but with
+# another process on the same cores (the workers of this very run) updates fall from 65 to 1 a
+# second; with this bound they fall from about 50 to 36 (2 cores, batch 256).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gymnasium as gym
@@ -91,7 +93,8 @@ class Args:
     clip_cache_dir: str | None = None
     """where downloaded weights are kept, default: open_clip's own cache"""
     reward_devices: tuple[str, ...] = ()
-    """where frames are drawn and scored, one process each; default: every CUDA device, else cpu"""
+    """where frames are drawn and scored, one process each; default: every CUDA device, else
+    one per core of the CPU, at most four"""
     allow_slow: bool = False
     """start even if this machine would need days for the model"""
 
@@ -254,7 +257,7 @@ def check_env(env_id: str) -> Literal["states", "frames"]:
         raise UsageError(f"--env-id {env_id}: {error}") from error
     actions = env.action_space
     if isinstance(actions, gym.spaces.Discrete):
-        raise UsageError(f"--env-id {env_id} has discrete actions: use dqn_clip_classic.py")
+        raise UsageError(f"--env-id {env_id} has discrete actions; SAC needs continuous ones")
     if not isinstance(actions, gym.spaces.Box) or not actions.is_bounded():
         raise UsageError(f"--env-id {env_id}: not a box of bounded continuous actions: {actions}")
     if not isinstance(env.observation_space, gym.spaces.Box):
@@ -492,7 +495,9 @@ if __name__ == "__main__":
         use_clip = args.reward == "clip"
         cuda = torch.cuda.is_available() and args.cuda
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if cuda else []
-        reward_devices = list(args.reward_devices) or gpus or ["cpu"]
+        # without a GPU a worker per core: on two cores 264 steps/s instead of 156 with one
+        cpus = ["cpu"] * min(4, os.cpu_count() or 1)
+        reward_devices = list(args.reward_devices) or gpus or cpus
         if not use_clip and args.video_freq == 0:
             scene = None  # nothing is drawn
         quality = args.render_quality

@@ -105,7 +105,7 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
 
     folder, _ = finished
     stored = torch.load(folder / "checkpoints/replay_buffer.pt", weights_only=True)
-    observations, actions, rewards = (tensor[0].numpy() for tensor in stored["tensors"])
+    observations, actions, rewards = (tensor[0].numpy() for tensor in stored["rings"])
     seeds = np.random.SeedSequence((1, 0)).generate_state(3).tolist()
     env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1)
     low, high = env.action_space.low, env.action_space.high
@@ -148,7 +148,7 @@ def test_any_continuous_task_through_frames(tmp_path):
     run(*TINY, *SMALL, "--env-id", "Pendulum-v1", "--total-timesteps", 48, "--runs-dir", tmp_path)
     folder = only_run(tmp_path)
     values, _ = scalars(folder)
-    rewards = torch.load(folder / "checkpoints/replay_buffer.pt", weights_only=True)["tensors"][2]
+    rewards = torch.load(folder / "checkpoints/replay_buffer.pt", weights_only=True)["rings"][2]
     assert rewards.std() > 0 and len(values["charts/clip_reward"]) == 2
     assert list((folder / "videos").glob("*.mp4"))
 
@@ -225,8 +225,8 @@ BAD = [
     (PROMPT | dict(reward_alpha=float("nan")), "reward-alpha"),
     (PROMPT | dict(reward_alpha=0.5, baseline_prompt=()), "--baseline-prompt"),
     (PROMPT | dict(env_id="Humanoid-v55"), "Humanoid"),
-    (PROMPT | dict(env_id="Nonsense"), "not an environment"),
-    (PROMPT | dict(env_id="CartPole-v1"), "dqn_clip_classic.py"),
+    (PROMPT | dict(env_id="Nonsense"), "no such environment"),
+    (PROMPT | dict(env_id="CartPole-v1"), "discrete actions"),
     (PROMPT | dict(reward_devices=("cuda:99",)), "cuda:99 does not exist"),
     (PROMPT | dict(reward_devices=("gpu",)), "gpu"),
     (PROMPT | dict(num_envs=0), "--num-envs 0"),
@@ -247,7 +247,9 @@ BAD = [
 @pytest.mark.parametrize("changes, message", BAD)
 def test_bad_values_are_found_before_anything_slow(changes, message):
     with pytest.raises(UsageError, match=re.escape(message)) as error:
-        sac.check_args(sac.Args(**changes))
+        args = sac.Args(**changes)
+        sac.check_args(args)
+        sac.check_env(args.env_id)
     assert "\n" not in str(error.value)
 
 
