@@ -1,0 +1,51 @@
+"""The benchmarks run and print what they promise; nothing here is about speed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plot_runs
+
+ROOT = Path(plot_runs.__file__).resolve().parent.parent
+
+
+def python(*arguments, code=0):
+    run = subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert run.returncode == code, run.stdout + run.stderr
+    return run
+
+
+def test_pipeline_prints_every_stage(tmp_path):
+    small = ["--num-envs", 2, "--episode-length", 10, "--gradient-steps", 2, "--rollouts", 2]
+    result = tmp_path / "pipeline.json"
+    printed = python("benchmarks/pipeline.py", *small, "--json", result).stdout
+    stages = ("physics", "render", "CLIP", "update", "end to end")
+    assert all(stage in printed for stage in stages) and "bytes a step" in printed
+    result = json.loads(result.read_text())
+    assert set(result["stages"]) == set(stages)
+    rates = [unit for stage in result["stages"].values() for unit in stage.values()]
+    assert all(rate > 0 for rate in rates)
+    assert result["crossing_bytes_per_step"] <= 1024
+
+
+def test_plot_runs_averages_the_end_and_draws(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = [tmp_path / f"Task__script__{seed}__0" for seed in (1, 2)]
+    for slope, run in enumerate(runs, 1):
+        with SummaryWriter(str(run)) as writer:
+            for step in range(20):
+                writer.add_scalar("charts/clip_reward", slope * step, 100 * step)
+    picture = tmp_path / "curve.png"
+    script = "benchmarks/plot_runs.py"
+    lines = python(script, *runs, "--last", 4, "--out", picture).stdout.splitlines()
+    assert "mean of the last 4: 17.5," in lines[0] and "mean of the last 4: 35," in lines[1]
+    assert picture.stat().st_size > 5000
+    steps, values = plot_runs.read(runs[1], "charts/clip_reward")
+    assert steps[-1] == 1900 and values[-1] == pytest.approx(38)
+    assert "has no nothing" in python(script, runs[0], "--scalar", "nothing", code=1).stderr
