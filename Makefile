@@ -13,8 +13,8 @@ help:
 setup: $(VENV)/.installed gl
 
 $(VENV)/.installed: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "Python 3.10 or newer is needed: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
 		|| { echo "this Python cannot make a venv; on Debian: apt-get install -y python3-venv"; exit 1; }
 	$(PY) -m pip install --disable-pip-version-check -q -r requirements.txt

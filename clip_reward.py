@@ -11,6 +11,7 @@ Source: "Vision-Language Models are Zero-Shot Reward Models for Reinforcement Le
 (arXiv 2310.12921), sections 2.2 and 3.
 """
 
+import atexit
 import difflib
 import logging
 import multiprocessing.connection
@@ -22,6 +23,7 @@ import threading
 import time
 import traceback
 import urllib.request
+import weakref
 from dataclasses import dataclass
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -96,12 +98,12 @@ class Preprocess(nn.Module):
             else:
                 ratios = (target_h / height, target_w / width)
                 ratio = min(ratios) if self.resize_mode == "longest" else max(ratios)
-                # int() as torchvision has it for the short edge, round() as open_clip for the long
-                whole = round if self.resize_mode == "longest" else int
-                size = (
-                    target_h if ratio == ratios[0] else whole(height * ratio),
-                    target_w if ratio == ratios[1] else whole(width * ratio),
-                )
+                if self.resize_mode == "longest":  # rounds as open_clip does
+                    size = (round(height * ratio), round(width * ratio))
+                elif ratio == ratios[0]:  # rounds down as torchvision does
+                    size = (target_h, target_h * width // height)
+                else:
+                    size = (target_w * height // width, target_w)
             # uint8 in, uint8 out: rounds and clamps after the filter, as PIL does
             images = F.resize(images, size, self.interpolation, antialias=True)
             if self.resize_mode == "longest":
@@ -194,6 +196,7 @@ def check_model(name, cache_dir=None):
         return
     try:
         _go_offline_if_alone()
+        open_clip.get_tokenizer(arch, cache_dir=cache_dir)  # small, so first
         if arch.startswith("hf-hub:"):
             from huggingface_hub import hf_hub_download
 
@@ -203,7 +206,8 @@ def check_model(name, cache_dir=None):
         else:
             config = open_clip.get_pretrained_cfg(arch, tag)
             open_clip.download_pretrained(config, cache_dir=cache_dir)
-        open_clip.get_tokenizer(arch, cache_dir=cache_dir)
+    except ImportError as error:
+        raise UsageError(f"{name} needs another package: pip install {error.name}") from error
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
         cause = next(iter(str(error).splitlines()), "") or repr(error)
         if os.environ.get("HF_HUB_OFFLINE"):
@@ -226,6 +230,7 @@ def image_flops(name, cache_dir=None):
     if arch.startswith("hf-hub:"):
         from huggingface_hub import hf_hub_download
 
+        _go_offline_if_alone()
         config = hf_hub_download(
             arch.partition(":")[2], "open_clip_config.json", cache_dir=cache_dir
         )
@@ -234,7 +239,9 @@ def image_flops(name, cache_dir=None):
     level = logger.level
     logger.setLevel(logging.ERROR)  # open_clip warns of random weights; these are none at all
     with torch.device("meta"):
-        model = open_clip.create_model(arch, load_weights=False, device="meta")
+        model = open_clip.create_model(
+            arch, load_weights=False, pretrained_text=False, device="meta"
+        )
         model.eval().requires_grad_(False)
         logger.setLevel(level)
         size = model.visual.image_size
@@ -254,7 +261,8 @@ def check_cost(name, devices, frames, allow_slow=False, cache_dir=None):
     Raises:
         UsageError: a picture would take over a second, or the run over a day.
     """
-    if any(str(device).startswith("cuda") for device in devices):
+    on_cpu = sum(not str(device).startswith("cuda") for device in devices)
+    if not on_cpu:
         return
     try:
         flops = image_flops(name, cache_dir)
@@ -270,12 +278,13 @@ def check_cost(name, devices, frames, allow_slow=False, cache_dir=None):
         a @ a
         times.append(time.perf_counter() - start)
     seconds = flops / (2 * 1024**3 / sorted(times)[1])
-    days = seconds * frames / 86400
+    # CPU workers share the cores; a GPU beside them gets no more than its share of the frames
+    days = seconds * frames * on_cpu / len(devices) / 86400
     if seconds < 1 and days < 1:
         return
     cost = (
-        f"{name} without a GPU: at least {seconds:.2g} s a frame on this machine, {days:,.1f} days "
-        f"for the {frames:,} frames of this run"
+        f"{name} on this machine's CPU: at least {seconds:.2g} s a frame, {days:,.1f} days for the "
+        f"{frames:,} frames of this run"
     )
     if allow_slow:
         print(f"WARNING: {cost}", file=sys.stderr)
@@ -351,13 +360,16 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
             arch, tag, cache_dir=cache_dir, require_pretrained=True, **options
         )
     try:
+        if random:
+            _go_offline_if_alone()
         tokenizer = open_clip.get_tokenizer(arch, cache_dir=cache_dir)
-    except Exception:
-        if not random:
+    except Exception as error:
+        if not random or isinstance(error, ImportError):
             raise
         tokenizer = _StandInTokenizer(getattr(model, "context_length", 64))
-    model = model.to(device).eval().requires_grad_(False)
-    model.visual.to(dtypes[precision])
+    model.eval().requires_grad_(False)
+    model.visual.to(dtypes[precision])  # before the move: the device never holds it in float32
+    model.to(device)
     if device.type == "cpu" and hasattr(model.visual, "layer1"):
         model.visual.to(memory_format=torch.channels_last)  # convolutions: the frames come so
     preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
@@ -395,6 +407,8 @@ class CLIPReward(nn.Module):
             raise UsageError(f"--reward-alpha must lie in [0, 1], not {alpha}")
         if alpha > 0 and not baseline_prompts:
             raise UsageError(f"--reward-alpha {alpha} needs a --baseline-prompt")
+        if getattr(clip.model, "text_tower_dropped", False):
+            raise ValueError("this LoadedCLIP served another CLIPReward already; load it again")
         self.clip, self.alpha = clip, float(alpha)
         self.model, self.preprocess = clip.model, clip.preprocess
         g = self._embed_prompts(target_prompts)
@@ -408,6 +422,7 @@ class CLIPReward(nn.Module):
         for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
             if hasattr(self.model, part):  # gigabytes, and never needed again
                 delattr(self.model, part)
+        self.model.text_tower_dropped = True
 
     @torch.no_grad()
     def _embed_prompts(self, prompts):
@@ -467,7 +482,7 @@ class _Scorer:
         if make_renderer is not None:  # before the reward: it imports no mujoco, but a user's may
             self.description += ", " + egl_render.setup_gl(device)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device.index or 0)
         self.make_video_renderer = make_video_renderer
         self.renderer = make_renderer() if make_renderer else None
         self.video_renderer = None if make_video_renderer else self.renderer
@@ -573,6 +588,14 @@ def _exit_with_parent(parent_pid):
     os._exit(1)
 
 
+def _next_job(connection):
+    """The next job, or None when there will be none: told so, or the parent is gone."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
+
+
 def _worker_main(connection, parent_pid, threads, setup):
     """A worker's life: build the scorer, then serve jobs until told to stop."""
     # Ctrl-C and a SIGTERM to the whole group are the parent's business, which may want one more
@@ -585,7 +608,7 @@ def _worker_main(connection, parent_pid, threads, setup):
             torch.set_num_threads(threads)
         scorer = _Scorer(*setup)
         connection.send(("ready", scorer.description))
-        while (job := connection.recv()) is not None:
+        while (job := _next_job(connection)) is not None:
             number, kind, source_spec, target_spec, start, stop = job
             if kind == "video_shape":
                 connection.send((number, scorer.video_shape()))
@@ -601,8 +624,6 @@ def _worker_main(connection, parent_pid, threads, setup):
             target.release()
             connection.send((number, seconds))
         scorer.close()
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        pass
     except BaseException:
         try:
             connection.send(("error", traceback.format_exc()))
@@ -681,6 +702,8 @@ class RewardPool:
         self._scores = make_reward is not None
         self._video_shape = None
         self._local = None
+        myself = weakref.ref(self)
+        self._close_at_exit = lambda: myself() and myself().close()
         if batch_size < 1:
             raise UsageError(f"--clip-batch-size must be positive, not {batch_size}")
         setup = (make_renderer, make_reward, make_video_renderer)
@@ -690,6 +713,8 @@ class RewardPool:
             self._local = _Scorer(*setup, device, batch_size)
             self.description = [self._local.description]
             return
+        # Workers ignore SIGTERM: multiprocessing's own way to end them at exit would wait for ever
+        atexit.register(self._close_at_exit)
         context = mp.get_context("spawn")
         threads = (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -844,14 +869,18 @@ class RewardPool:
         process.join(5)
         code = process.exitcode
         how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
+        if code == -9:
+            how += " (out of memory?)"
+        lost = "while it started" if worker in self._starting else "; the job it had is lost"
         self.close()
-        raise RewardWorkerError(f"{process.name} {how}; rewards of this rollout are lost")
+        raise RewardWorkerError(f"{process.name} {how} {lost}".replace(" ;", ";"))
 
     def close(self):
         """End the workers. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._close_at_exit)
         if self._local:
             self._local.close()
         for connection in self._connections:

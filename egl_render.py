@@ -13,8 +13,8 @@ import contextlib
 import ctypes
 import ctypes.util
 import importlib
-import importlib.metadata
 import io
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ INSTALL_GL = "apt-get update && apt-get install -y libegl1 libgl1-mesa-dri libgl
 
 EGL_PLATFORM_DEVICE_EXT = 0x313F
 EGL_CUDA_DEVICE_NV = 0x323A
+EGL_EXTENSIONS = 0x3055
 
 
 class GLError(RuntimeError):
@@ -35,10 +36,11 @@ class GLError(RuntimeError):
 
 
 def _egl_devices():
-    """EGL's devices that initialise: list of (EGL index, CUDA index or None).
+    """EGL's devices, in EGL's order: list of (CUDA index or None, software: True, False, or None
+    for a device that does not initialise).
 
     EGL and CUDA number the GPUs of a host differently; the extension EGL_NV_device_cuda tells which
-    CUDA device an EGL device is. Mesa's software device has no such attribute.
+    CUDA device an EGL device is, EGL_MESA_device_software which one is the CPU.
     """
     # Mesa and triton (which torchvision pulls in) each bring an LLVM. Loading triton's second ends
     # in a segmentation fault, loading it first does not.
@@ -66,6 +68,7 @@ def _egl_devices():
             ctypes.c_int,
             ctypes.POINTER(ctypes.c_ssize_t),
         )
+        query_string = extension("eglQueryDeviceStringEXT", ctypes.c_char_p, void_p, ctypes.c_int)
         get_display = extension("eglGetPlatformDisplayEXT", void_p, ctypes.c_uint, void_p, void_p)
     except OSError:
         return []
@@ -75,11 +78,12 @@ def _egl_devices():
     devices = []
     for index in range(count.value):
         display = get_display(EGL_PLATFORM_DEVICE_EXT, handles[index], None)
-        if not display or not egl.eglInitialize(display, None, None):
-            continue
+        usable = display and egl.eglInitialize(display, None, None)
         cuda = ctypes.c_ssize_t(-1)
         known = query_attribute(handles[index], EGL_CUDA_DEVICE_NV, ctypes.byref(cuda))
-        devices.append((index, cuda.value if known and cuda.value >= 0 else None))
+        extensions = query_string(handles[index], EGL_EXTENSIONS) or b""
+        software = b"EGL_MESA_device_software" in extensions if usable else None
+        devices.append((cuda.value if known and cuda.value >= 0 else None, software))
     return devices
 
 
@@ -97,37 +101,31 @@ def choose_gl(device="cpu"):
     """
     if sys.platform == "darwin":
         return {}, "CGL (macOS)"
-    devices = _egl_devices()
-    cuda_index = None
+    # MuJoCo's MUJOCO_EGL_DEVICE_ID counts the GPUs that CUDA knows first, by CUDA's numbers
+    devices = sorted(_egl_devices(), key=lambda found: math.inf if found[0] is None else found[0])
+    usable = [(i, *found) for i, found in enumerate(devices) if found[1] is not None]
+    warning = ""
     if str(device).startswith("cuda"):
-        cuda_index = int(str(device).partition(":")[2] or 0)
-        for egl_index, cuda in devices:
-            if cuda == cuda_index:
-                return _egl_environment(egl_index, cuda), f"EGL on the GPU (cuda:{cuda_index})"
-    for egl_index, cuda in devices:
-        if cuda is None:
-            name = "EGL in software (Mesa)"
-            if cuda_index is not None:
-                name += f"; WARNING: no EGL device belongs to {device}, drawing will be slow"
-            return _egl_environment(egl_index, None, len(devices)), name
-    if devices:  # a GPU's EGL without a software one beside it: a CPU worker draws there as well
-        return _egl_environment(*devices[0]), f"EGL on the GPU (cuda:{devices[0][1]})"
+        wanted = int(str(device).partition(":")[2] or 0)
+        for _, cuda, _ in usable:
+            if cuda == wanted:
+                return _egl(wanted), f"EGL on the GPU (cuda:{wanted})"
+        warning = f"; WARNING: no EGL device belongs to {device}"
+    if usable:  # a CPU worker draws in software, or on whatever else there is
+        position, cuda, software = min(usable, key=lambda found: not found[2])
+        where = "in software (Mesa)" if software else "on the GPU"
+        return _egl(position), f"EGL {where}{warning}"
     if ctypes.util.find_library("OSMesa"):
         return {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "osmesa"}, "OSMesa (software)"
     raise GLError(f"no OpenGL library to draw with (neither EGL nor OSMesa); type: {INSTALL_GL}")
 
 
-def _egl_environment(egl_index, cuda_index, device_count=1):
-    environment = {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl"}
-    if cuda_index is None:
-        # alone, the software device needs no number (and has none that is stable)
-        if device_count > 1:
-            environment["MUJOCO_EGL_DEVICE_ID"] = str(egl_index)
-    elif int(importlib.metadata.version("mujoco").partition(".")[0]) >= 4:
-        environment["MUJOCO_EGL_DEVICE_ID"] = str(cuda_index)  # MuJoCo 4 takes CUDA's number
-    else:
-        environment["MUJOCO_EGL_DEVICE_ID"] = str(egl_index)
-    return environment
+def _egl(device_id):
+    return {
+        "MUJOCO_GL": "egl",
+        "PYOPENGL_PLATFORM": "egl",
+        "MUJOCO_EGL_DEVICE_ID": str(device_id),
+    }
 
 
 def check_gl(device="cpu"):

@@ -192,6 +192,7 @@ def parse_args() -> Args:
     saved = json.loads((run_dir / "args.json").read_text())
     saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
     args = tyro.cli(Args, default=saved)
+    args.runs_dir = saved.runs_dir = str(run_dir.resolve().parent)
     for name, was in vars(saved).items():
         if getattr(args, name) != was and name not in RESUME_MAY_CHANGE:
             raise UsageError(
@@ -231,6 +232,8 @@ def check_args(args: Args) -> None:
             raise UsageError('say what to do: --target-prompt "a humanoid robot kneeling"')
         has_baseline = args.baseline_prompt and all(map(str.strip, args.baseline_prompt))
         require(args.reward_alpha == 0 or has_baseline, "reward_alpha", "needs a --baseline-prompt")
+        same = sorted(args.target_prompt) == sorted(args.baseline_prompt)
+        require(args.reward_alpha == 0 or not same, "baseline_prompt", "is the target prompt too")
     here = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     for name in args.reward_devices:
         if name not in here:
@@ -254,7 +257,8 @@ def check_env(env_id: str) -> Literal["states", "frames"]:
         near = ", ".join(difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.3))
         raise UsageError(f"--env-id {env_id}: no such environment; near it: {near}") from error
     except (gym.error.Error, ImportError) as error:
-        raise UsageError(f"--env-id {env_id}: {error}") from error
+        reason = next(iter(str(error).splitlines()), repr(error))
+        raise UsageError(f"--env-id {env_id}: {reason}") from error
     actions = env.action_space
     if isinstance(actions, gym.spaces.Discrete):
         raise UsageError(f"--env-id {env_id} has discrete actions; SAC needs continuous ones")
@@ -494,7 +498,7 @@ if __name__ == "__main__":
         scene = check_env(args.env_id)
         use_clip = args.reward == "clip"
         cuda = torch.cuda.is_available() and args.cuda
-        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if cuda else []
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         # without a GPU a worker per core: on two cores 264 steps/s instead of 156 with one
         cpus = ["cpu"] * min(4, os.cpu_count() or 1)
         reward_devices = list(args.reward_devices) or gpus or cpus
@@ -579,8 +583,8 @@ if __name__ == "__main__":
         # forkserver: processes share what is imported once, and inherit neither CUDA nor each
         # other's pipes, so that they end when this process does, however it does.
         multiprocessing.set_forkserver_preload(["torch", "tyro", "tqdm", "gymnasium.envs.mujoco"])
+        atexit.register(lambda: [p.kill() for p in multiprocessing.active_children()])
         envs = gym.vector.AsyncVectorEnv(thunks, context="forkserver", **options)
-        atexit.register(lambda: [process.kill() for process in envs.processes])
     T, N = args.episode_length, args.num_envs
     observation_dim = envs.single_observation_space.shape[0]
     action_shape = envs.single_action_space.shape
@@ -606,8 +610,12 @@ if __name__ == "__main__":
     }
     actor_optimizer, critic_optimizer, alpha_optimizer = list(learner.values())[3:]
 
-    # Replay buffer: on the GPU if that leaves half of what is free there.
-    rollouts = min(args.buffer_size // (T * N), math.ceil(args.total_timesteps / (T * N)))
+    # Replay buffer: on the GPU if that leaves half of what is free there once CLIP is loaded.
+    if pool:
+        pool.wait_ready()
+        print(*(f"reward worker: {line}" for line in pool.description), sep="\n")
+    planned = max(args.total_timesteps, checkpoint["global_step"] if checkpoint else 0)
+    rollouts = min(args.buffer_size // (T * N), math.ceil(planned / (T * N)))
     buffer_bytes = 4 * rollouts * N * ((T + 1) * observation_dim + T * (action_dim + 1))
     fits = cuda and buffer_bytes < torch.cuda.mem_get_info()[0] / 2
     buffer_device = device if fits else torch.device("cpu")
@@ -621,11 +629,11 @@ if __name__ == "__main__":
         global_step, rollout = checkpoint["global_step"], checkpoint["rollout"]
         best_reward, history = checkpoint["best_reward"], checkpoint["history"]
         replay = torch.load(run_dir / "checkpoints/replay_buffer.pt", map_location="cpu", mmap=True)
+        if replay["count"] != rollout:
+            print("WARNING: the replay buffer is newer than the checkpoint", file=sys.stderr)
         buffer.load_state_dict(replay)
+        del replay  # mapped, it would keep the file's space until the end
 
-    if pool:
-        pool.wait_ready()
-        print(*(f"reward worker: {line}" for line in pool.description), sep="\n")
     print(
         f"{args.env_id}: {N} environments, observations [{observation_dim}], actions [{action_dim}]"
     )
@@ -768,6 +776,6 @@ if __name__ == "__main__":
     if best_reward > -math.inf:
         print(f"best rollout of the learned policy: {best_reward:.4f} (checkpoints/best.pt)")
     print(f"videos and checkpoints are in {run_dir}\ncurves: tensorboard --logdir {args.runs_dir}")
-    if signals:
+    if signals and global_step < args.total_timesteps:
         print(f"stopped before the end; go on with: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(128 + signals[0])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import helpers
 import numpy as np
@@ -235,8 +236,10 @@ def test_pool_equals_the_single_process(workers):
 
 
 def test_pool_takes_any_number_of_states_and_overlapping_jobs():
+    before = set(os.listdir("/dev/shm"))
     with paint_pool(["cpu", "cpu"], batch_size=5) as pool:
         pool.wait_ready()
+        pool.submit(paint_states(3))  # whose result nobody fetches
         jobs = [pool.submit(paint_states(count)) for count in (0, 1, 13, 200)]
         for job in reversed(jobs):
             rewards = job.result()
@@ -246,18 +249,19 @@ def test_pool_takes_any_number_of_states_and_overlapping_jobs():
         frames = np.full((9, 4, 4, 3), 7, np.uint8)
         np.testing.assert_array_equal(pool.score(frames=frames), np.full(9, 7))
         assert pool.render(paint_states(6))[5].max() == 5
-    assert not os.path.exists("/dev/shm") or not [
-        name for name in os.listdir("/dev/shm") if name in {a.memory.name for a in pool._shared}
-    ]
+        assert set(os.listdir("/dev/shm")) - before
+    assert not set(os.listdir("/dev/shm")) - before
 
 
 def test_pool_uses_its_workers_side_by_side():
     with paint_pool(["cpu", "cpu"], delay=0.2, batch_size=1) as pool:
         pool.wait_ready()
-        job = pool.submit(paint_states(10))
+        began = time.monotonic()
+        job = pool.submit(paint_states(20))
         assert not job.done()
         job.result()
-        assert pool.timings["clip_s"] == pytest.approx(1.0, abs=0.2)  # 5 of the 10 calls each
+        assert time.monotonic() - began < 3.8  # of the 4 s that the calls sleep one after another
+        assert pool.timings["clip_s"] == pytest.approx(2.0, abs=0.4)  # 10 of the 20 calls each
 
 
 def test_pool_refuses_wrong_arguments():
@@ -282,6 +286,32 @@ def test_a_workers_exception_arrives_with_its_traceback():
     with RewardPool(helpers.make_paint_renderer, helpers.make_broken_reward, ["cpu"]) as pool:
         with pytest.raises(RewardWorkerError, match="this model was never there"):
             pool.wait_ready()
+
+
+def make_truncated_reward(device):
+    raise EOFError("truncated weights")
+
+
+def test_no_exception_is_mistaken_for_the_end():
+    with RewardPool(helpers.make_paint_renderer, make_truncated_reward, ["cpu"]) as pool:
+        with pytest.raises(RewardWorkerError, match="truncated weights"):
+            pool.wait_ready()
+
+
+@pytest.mark.parametrize("ending, code", [("", 0), ("raise SystemExit(3)", 3)])
+def test_a_pool_left_open_does_not_hang_the_interpreter(ending, code):
+    script = f"""
+import helpers, numpy as np
+from clip_reward import RewardPool
+if __name__ == "__main__":
+    pool = RewardPool(helpers.make_paint_renderer, helpers.make_mean_reward, ["cpu"])
+    print(pool.score(np.ones((4, 1))))
+    {ending}
+"""
+    path = os.pathsep.join([os.path.dirname(helpers.__file__), os.getcwd()])
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, timeout=90)
+    assert run.returncode == code
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang():

@@ -46,27 +46,44 @@ def test_setup_chooses_software_egl_here_and_may_be_called_again():
     assert not egl_render.is_software("EGL on the GPU (cuda:1)")
 
 
-def fake_devices(monkeypatch, devices, mujoco_version="4.0.0"):
+def fake_devices(monkeypatch, devices):
+    """devices in EGL's order: (CUDA index or None, software)."""
     monkeypatch.setattr(egl_render, "_egl_devices", lambda: devices)
-    monkeypatch.setattr(egl_render.importlib.metadata, "version", lambda _: mujoco_version)
 
 
 def test_cuda_and_egl_number_their_devices_differently(monkeypatch):
-    # EGL lists CUDA's device 1 first, then 0, then Mesa
-    fake_devices(monkeypatch, [(0, 1), (1, 0), (2, None)])
+    # EGL lists Mesa first, then CUDA's device 1, then 0, then a GPU that is not CUDA's
+    fake_devices(monkeypatch, [(None, True), (1, False), (0, False), (None, False)])
     environment, description = egl_render.choose_gl("cuda:1")
-    assert environment["MUJOCO_EGL_DEVICE_ID"] == "1"  # MuJoCo 4 takes CUDA's number
-    assert not egl_render.is_software(description)
-    fake_devices(monkeypatch, [(0, 1), (1, 0), (2, None)], "3.3.7")
-    assert egl_render.choose_gl("cuda:1")[0]["MUJOCO_EGL_DEVICE_ID"] == "0"  # older: EGL's own
-    assert egl_render.choose_gl("cuda:0")[0]["MUJOCO_EGL_DEVICE_ID"] == "1"
-    assert egl_render.is_software(egl_render.choose_gl("cpu")[1])
+    assert environment["MUJOCO_EGL_DEVICE_ID"] == "1" and "cuda:1" in description
+    assert egl_render.choose_gl("cuda:0")[0]["MUJOCO_EGL_DEVICE_ID"] == "0"
+    environment, description = egl_render.choose_gl("cpu")
+    assert egl_render.is_software(description)
+    # MuJoCo's order is CUDA's devices by number, then the others as EGL has them
+    assert environment["MUJOCO_EGL_DEVICE_ID"] == "2"
+
+
+def test_the_same_numbers_mean_the_same_devices_to_mujoco():
+    """Asks MuJoCo's own selection, with objects in place of EGL's handles."""
+    from mujoco.egl import _ordered_egl_devices, _select_egl_device
+
+    mesa, first, second = "mesa", "cuda 0", "cuda 1"
+    handles, numbers = [mesa, second, first], {0: first, 1: second}
+    ordered = _ordered_egl_devices(handles, numbers, None)
+    picked = [_select_egl_device(ordered, numbers, None, i) for i in range(3)]
+    assert picked == [first, second, mesa]
 
 
 def test_a_gpu_that_draws_in_software_is_warned_about(monkeypatch):
-    fake_devices(monkeypatch, [(0, None)])
+    fake_devices(monkeypatch, [(None, True)])
     assert "WARNING" in egl_render.choose_gl("cuda:0")[1]
     assert "WARNING" not in egl_render.choose_gl("cpu")[1]
+    fake_devices(monkeypatch, [(None, None), (0, False)])  # the first does not initialise
+    assert egl_render.choose_gl("cpu") == (egl_render._egl(0), "EGL on the GPU")
+    with pytest.raises(egl_render.GLError):
+        fake_devices(monkeypatch, [(0, None)])
+        monkeypatch.setattr(egl_render.ctypes.util, "find_library", lambda name: None)
+        egl_render.check_gl("cuda:0")
 
 
 def test_no_gl_library_says_what_to_type(monkeypatch):

@@ -153,6 +153,19 @@ def test_any_continuous_task_through_frames(tmp_path):
     assert list((folder / "videos").glob("*.mp4"))
 
 
+def test_looks_and_compressed_observations_are_options(tmp_path):
+    looks = ["--no-textured", "--camera", "default", "--camera-distance", 6, "--symlog"]
+    run(*TINY, *SMALL, *looks, "--total-timesteps", 24, "--runs-dir", tmp_path / "other")
+    run(*TINY, *SMALL, "--total-timesteps", 24, "--video-freq", 0, "--runs-dir", tmp_path / "usual")
+    other, usual = (
+        torch.load(only_run(tmp_path / name) / "checkpoints/replay_buffer.pt")["rings"]
+        for name in ("other", "usual")
+    )
+    torch.testing.assert_close(other[0], usual[0].sign() * usual[0].abs().log1p())
+    torch.testing.assert_close(other[1], usual[1])  # the same random actions
+    assert (other[2] - usual[2]).abs().mean() > 0.02, "seen differently, rewarded differently"
+
+
 def test_ground_truth_needs_no_prompt_and_no_gl(tmp_path):
     base = ["--reward", "ground-truth", "--env-id", "HalfCheetah-v5", "--num-envs", 1]
     arguments = [*SMALL, *base, "--video-freq", 0, "--total-timesteps", 48, "--runs-dir", tmp_path]
@@ -224,6 +237,8 @@ BAD = [
     (PROMPT | dict(reward_alpha=-0.5), "reward-alpha"),
     (PROMPT | dict(reward_alpha=float("nan")), "reward-alpha"),
     (PROMPT | dict(reward_alpha=0.5, baseline_prompt=()), "--baseline-prompt"),
+    (PROMPT | dict(reward_alpha=0.5, baseline_prompt=PROMPT["target_prompt"]), "is the target"),
+    (PROMPT | dict(entropy_coef=0.0), "--entropy-coef"),
     (PROMPT | dict(env_id="Humanoid-v55"), "Humanoid"),
     (PROMPT | dict(env_id="Nonsense"), "no such environment"),
     (PROMPT | dict(env_id="CartPole-v1"), "discrete actions"),
