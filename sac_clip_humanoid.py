@@ -42,7 +42,7 @@ from typing import Literal
 
 # Before torch: threads that spin for long while they wait are quickest on an idle machine, but with
 # another process on the same cores (the workers of this very run) updates fall from 65 to 1 a
-# second; with this bound they fall from about 50 to 36 (2 cores, batch 256).
+# second; with this bound to 36 (2 cores, batch 256; docs/results.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gymnasium as gym
