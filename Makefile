@@ -22,14 +22,14 @@ $(VENV)/.installed: requirements.txt
 
 # The system's EGL: installed when it is missing and that is possible, else the command is printed.
 gl: $(VENV)/.installed
-	@$(PY) -c 'import egl_render; egl_render.check_gl()' 2>/dev/null || { \
+	@$(PY) -c 'import egl_render; egl_render.choose_gl()' 2>/dev/null || { \
 		echo "no OpenGL library found; installing $(GL_PACKAGES)"; \
 		if ! command -v apt-get >/dev/null; then SUDO=false; \
 		elif [ "$$(id -u)" = 0 ]; then SUDO=""; \
 		else SUDO="sudo -n"; fi; \
 		$$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive \
 			apt-get install -y -qq $(GL_PACKAGES) >/dev/null; \
-		$(PY) -c 'import egl_render; egl_render.check_gl()' 2>/dev/null || { \
+		$(PY) -c 'import egl_render; egl_render.choose_gl()' 2>/dev/null || { \
 			echo "that was not possible here; as root: apt-get update && apt-get install -y $(GL_PACKAGES)"; \
 			exit 1; }; }
 

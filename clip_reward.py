@@ -538,13 +538,19 @@ class _Scorer:
 
     def render(self, states, frames):
         """states [B, S] -> frames [B, H, W, 3], with the video renderer."""
-        if self.video_renderer is None:
-            self.video_renderer = self.make_video_renderer()
+        self.video_shape()
         began = time.perf_counter()
         self.video_renderer.render(states, frames)
         return time.perf_counter() - began, 0.0
 
+    def run(self, kind, source, target):
+        """One job: "render" states, or score "states" or "frames", into target."""
+        if kind == "render":
+            return self.render(source, target)
+        return self.score(source, target, drawn=kind == "frames")
+
     def video_shape(self):
+        """Shape of the video renderer's frames; makes it when it is first asked for."""
         if self.video_renderer is None:
             self.video_renderer = self.make_video_renderer()
         return self.video_renderer.frame_shape
@@ -614,12 +620,7 @@ def _worker_main(connection, parent_pid, threads, setup):
                 connection.send((number, scorer.video_shape()))
                 continue
             source, target = _SharedArray(*source_spec), _SharedArray(*target_spec)
-            work = (source.array[start:stop], target.array[start:stop])
-            if kind == "render":
-                seconds = scorer.render(*work)
-            else:
-                seconds = scorer.score(*work, drawn=kind == "frames")
-            del work
+            seconds = scorer.run(kind, source.array[start:stop], target.array[start:stop])
             source.release()
             target.release()
             connection.send((number, seconds))
@@ -781,7 +782,8 @@ class RewardPool:
             if self._local:
                 self._video_shape = self._local.video_shape()
             else:
-                number = self._send(0, "video_shape")
+                number = self._new_job()
+                self._send(0, number, "video_shape", None, None, 0, 0)
                 self._video_shape = self._reply(number, {0}, block=True)[1]
         return self._start("render", states, self._video_shape, np.uint8).result()
 
@@ -791,10 +793,7 @@ class RewardPool:
         if self._local:
             future = RewardFuture(self, 0, (), None, None)
             future._result = np.empty((len(source), *item_shape), dtype)
-            if kind == "render":
-                seconds = self._local.render(source, future._result)
-            else:
-                seconds = self._local.score(source, future._result, drawn=kind == "frames")
+            seconds = self._local.run(kind, source, future._result)
             self.timings = future.timings = dict(zip(("render_s", "clip_s"), seconds, strict=True))
             return future
         shared = _SharedArray(source.shape, source.dtype)
@@ -803,26 +802,22 @@ class RewardPool:
         target = _SharedArray((len(source), *item_shape), dtype)
         self._shared.add(target)
         bounds = np.linspace(0, len(source), len(self._processes) + 1).round().astype(int)
-        number, workers = self._jobs, []
+        number, workers = self._new_job(), []
         for worker, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
             if stop > start:
-                self._send(worker, kind, shared.spec, target.spec, int(start), int(stop))
+                self._send(worker, number, kind, shared.spec, target.spec, int(start), int(stop))
                 workers.append(worker)
-        self._jobs += 1
         return RewardFuture(self, number, workers, shared, target)
 
-    def _send(self, worker, kind, *details):
-        number = self._jobs
-        details = details or (None, None, 0, 0)
-        if kind == "video_shape":
-            self._jobs += 1
+    def _new_job(self):
+        self._jobs += 1
+        return self._jobs
+
+    def _send(self, worker, *job):
         try:
-            self._connections[worker].send((number, kind, *details))
-        except OSError:
-            self._receive(
-                {worker}, block=True
-            )  # it died: says how, with its traceback if it left one
-        return number
+            self._connections[worker].send(job)
+        except OSError:  # it died: says how, with its traceback if it left one
+            self._receive({worker}, block=True)
 
     def _reply(self, number, workers, block):
         """(worker, payload) of job `number` from any of `workers`; None: not there, not block."""
@@ -871,9 +866,9 @@ class RewardPool:
         how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
         if code == -9:
             how += " (out of memory?)"
-        lost = "while it started" if worker in self._starting else "; the job it had is lost"
+        how += " while it started" if worker in self._starting else "; the job it had is lost"
         self.close()
-        raise RewardWorkerError(f"{process.name} {how} {lost}".replace(" ;", ";"))
+        raise RewardWorkerError(f"{process.name} {how}")
 
     def close(self):
         """End the workers. Safe to call twice."""

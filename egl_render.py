@@ -88,7 +88,7 @@ def _egl_devices():
 
 
 def choose_gl(device="cpu"):
-    """Pick the GL backend for a torch device, without side effects.
+    """Pick the GL backend for a torch device. Quick: sets no variable and creates no context.
 
     Args:
         device: "cpu" or "cuda:i" (or anything `str()` of which is that).
@@ -126,11 +126,6 @@ def _egl(device_id):
         "PYOPENGL_PLATFORM": "egl",
         "MUJOCO_EGL_DEVICE_ID": str(device_id),
     }
-
-
-def check_gl(device="cpu"):
-    """Raise GLError if nothing can draw for `device`. Quick: no context is created."""
-    choose_gl(device)
 
 
 def setup_gl(device="cpu"):

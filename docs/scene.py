@@ -29,14 +29,8 @@ def main():
     env.reset(seed=0)
     names = ("standing", "kneeling", "lotus", "splits", "arms_raised")
     qpos = np.concatenate([env.init_qpos[None], *(poses.sample(name, rng) for name in names[1:])])
-    turn = np.zeros(4)
-    import mujoco
-
     for q in qpos[1:]:  # face the camera, nearly, as episodes begin
-        w, x, y, z = q[3:7]
-        half = (0.4 - np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))) / 2
-        mujoco.mju_mulQuat(turn, np.array([np.cos(half), 0, 0, np.sin(half)]), q[3:7])
-        q[3:7], q[:2] = turn, 0
+        poses.turn_to(q, 0.4)[:2] = 0
     states = np.concatenate([qpos, np.zeros((len(qpos), env.model.nv))], 1)
     plain = egl_render.MujocoRenderer(env.model, SIZE, egl_render.env_camera(env))
     rows = [plain.render(states)]

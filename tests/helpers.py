@@ -1,6 +1,7 @@
 """Small picklable pieces that the tests hand to worker processes."""
 
 import os
+import sys
 import time
 
 import numpy as np
@@ -90,6 +91,11 @@ def humanoid_states(count, seed=0):
         state[:] = np.concatenate([data.qpos, data.qvel])
     env.close()
     return states
+
+
+def importable_environment():
+    """The environment for a new Python process that can import what this one can."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def process_is_alive(pid):

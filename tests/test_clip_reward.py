@@ -304,8 +304,7 @@ if __name__ == "__main__":
     print(pool.score(np.ones((4, 1))))
     {ending}
 """
-    path = os.pathsep.join([os.path.dirname(helpers.__file__), os.getcwd()])
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = helpers.importable_environment()
     run = subprocess.run([sys.executable, "-c", script], env=environment, timeout=90)
     assert run.returncode == code
 
@@ -331,11 +330,10 @@ def test_no_worker_outlives_a_killed_parent():
             print(*[p.pid for p in pool._processes], flush=True)
             job.result()
     """
-    path = os.pathsep.join([os.path.dirname(helpers.__file__), os.getcwd()])
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
+        env=helpers.importable_environment(),
     )
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(workers) == 2 and all(map(helpers.process_is_alive, workers))

@@ -83,22 +83,22 @@ def test_a_gpu_that_draws_in_software_is_warned_about(monkeypatch):
     with pytest.raises(egl_render.GLError):
         fake_devices(monkeypatch, [(0, None)])
         monkeypatch.setattr(egl_render.ctypes.util, "find_library", lambda name: None)
-        egl_render.check_gl("cuda:0")
+        egl_render.choose_gl("cuda:0")
 
 
 def test_no_gl_library_says_what_to_type(monkeypatch):
     fake_devices(monkeypatch, [])
     monkeypatch.setattr(egl_render.ctypes.util, "find_library", lambda name: None)
     with pytest.raises(egl_render.GLError, match="apt-get install -y libegl1"):
-        egl_render.check_gl()
+        egl_render.choose_gl()
     monkeypatch.setattr(egl_render.ctypes.util, "find_library", lambda name: f"lib{name}.so")
     assert egl_render.choose_gl("cpu")[0]["MUJOCO_GL"] == "osmesa"
 
 
-def run_python(script, **environment):
+def run_python(script):
     """Run a script in a new process that has not chosen a GL backend; returns what it printed."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")}
-    kept |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | environment
+    inherited = helpers.importable_environment()
+    kept = {k: v for k, v in inherited.items() if k not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")}
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], env=kept, capture_output=True, text=True
     )

@@ -20,7 +20,7 @@ def geometry(qpos):
     """World positions of geoms by name for one state, straight from MuJoCo."""
     import mujoco
 
-    model = mujoco.MjModel.from_xml_path(data.HUMANOID_XML)
+    model = mujoco.MjModel.from_xml_path(poses.HUMANOID_XML)
     state = mujoco.MjData(model)
     state.qpos[:] = qpos
     mujoco.mj_forward(model, state)

@@ -32,7 +32,6 @@ import mujoco  # noqa: E402
 
 from tiny_clip import poses  # noqa: E402
 
-HUMANOID_XML = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets/humanoid.xml")
 IMAGE_SIZE = 64
 
 # ------------------------------------------------------------------------------ captions
@@ -237,21 +236,15 @@ def _turned(qpos, rng, facing=0.4):
     """States [B, 24] of which a share `facing` is turned to within 30 degrees of +x, where every
     episode of Humanoid-v5 starts and where the paper's camera stands; and moved about the floor."""
     qpos = qpos.copy()
-    turn = np.zeros(4)
     for q in qpos:
         if rng.random() < facing:
-            w, x, y, z = q[3:7]
-            heading = np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
-            half = (rng.uniform(-np.pi, np.pi) / 6 - heading) / 2
-            mujoco.mju_mulQuat(turn, np.array([np.cos(half), 0, 0, np.sin(half)]), q[3:7])
-            q[3:7] = turn
+            poses.turn_to(q, rng.uniform(-np.pi, np.pi) / 6)
         q[:2] = rng.uniform(-3, 3, 2)
     return qpos
 
 
 def detour(start, goal, rng, t):
     """As poses.blend, from one sample of any pose `start` into one of `goal`: qpos [K, 24]."""
-    model, data = _plain()
     a, b = poses.sample(start, rng)[0], poses.sample(goal, rng)[0]
     if a[3:7] @ b[3:7] < 0:
         b[3:7] *= -1
@@ -259,19 +252,8 @@ def detour(start, goal, rng, t):
     for s in np.asarray(t, np.float64):
         qpos = (1 - s) * a + s * b
         qpos[3:7] /= np.linalg.norm(qpos[3:7])
-        data.qpos[:] = qpos
-        mujoco.mj_kinematics(model, data)
-        ends = abs(data.geom_xmat[1:, 8]) * model.geom_size[1:, 1]
-        ends *= model.geom_type[1:] == mujoco.mjtGeom.mjGEOM_CAPSULE
-        qpos[2] -= (data.geom_xpos[1:, 2] - ends - model.geom_size[1:, 0]).min()
-        path.append(qpos)
+        path.append(poses.put_down(qpos))
     return np.array(path)
-
-
-@functools.lru_cache(1)
-def _plain():
-    model = mujoco.MjModel.from_xml_path(HUMANOID_XML)
-    return model, mujoco.MjData(model)
 
 
 def _path_truth(start, goal, t, qpos):
@@ -345,8 +327,8 @@ class Job:
 def scene_model(scene, rng):
     """A fresh mujoco.MjModel of a scene of SCENES."""
     if scene == "plain":
-        return mujoco.MjModel.from_xml_path(HUMANOID_XML)
-    return egl_render.textured_model(HUMANOID_XML, rng if scene == "varied" else None)
+        return mujoco.MjModel.from_xml_path(poses.HUMANOID_XML)
+    return egl_render.textured_model(poses.HUMANOID_XML, rng if scene == "varied" else None)
 
 
 @functools.lru_cache(1)

@@ -20,6 +20,7 @@ import gymnasium
 import mujoco
 import numpy as np
 
+HUMANOID_XML = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets/humanoid.xml")
 TASKS = {
     name: dict(pose=name, target_prompt=prompt, baseline_prompt="a humanoid robot")
     for name, prompt in {
@@ -138,22 +139,17 @@ ARM_JITTER, BODY_JITTER = 7.0, 4.0  # standard deviations, degrees
 SETTLE_STEPS = 60  # of 4 ms: time to fall on both knees from one
 
 
-def _load():
-    path = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets/humanoid.xml")
-    return mujoco.MjModel.from_xml_path(path)
-
-
 @functools.lru_cache(1)
 def _world():
     """Gymnasium's humanoid as it is: (model, data)."""
-    model = _load()
+    model = mujoco.MjModel.from_xml_path(HUMANOID_XML)
     return model, mujoco.MjData(model)
 
 
 @functools.lru_cache(1)
 def _statue():
     """The humanoid with every joint held by a stiff spring at model.qpos_spring: (model, data)."""
-    model = _load()
+    model = mujoco.MjModel.from_xml_path(HUMANOID_XML)
     model.opt.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
     model.opt.timestep = 0.004
@@ -191,7 +187,7 @@ def _bottoms(model, data):
     return data.geom_xpos[1:, 2] - half * abs(data.geom_xmat[1:, 8]) - model.geom_size[1:, 0]
 
 
-def _put_down(qpos, height=0.0):
+def put_down(qpos, height=0.0):
     """qpos [24] with its lowest geom at that height over the floor (m); changes it in place."""
     model, data = _world()
     data.qpos[:] = qpos
@@ -258,16 +254,16 @@ def _settled(name, rng, tries=200):
     model, data = _statue()
     for _ in range(tries):
         start = _draw(name, rng)
-        qpos = _put_down(start.copy())
+        qpos = put_down(start.copy())
         if name == "falling":
-            qpos = _put_down(qpos, rng.uniform(0, 0.05))
+            qpos = put_down(qpos, rng.uniform(0, 0.05))
             if CHECKS[name](describe(qpos[None]))[0]:
                 return qpos
             continue
         mujoco.mj_resetData(model, data)
         model.qpos_spring[:] = data.qpos[:] = qpos
         mujoco.mj_step(model, data, SETTLE_STEPS * (2 if name == "contorted" else 1))
-        qpos = _put_down(data.qpos.copy())
+        qpos = put_down(data.qpos.copy())
         facts = describe(qpos[None])
         if name == "contorted":
             if not any(check(facts)[0] for check in LOOKS_LIKE.values()):
@@ -283,6 +279,14 @@ def _face(qpos, yaw, shift):
     out[3:7] = _mul(_quat([0, 0, 1], yaw), qpos[3:7])
     out[:2] = shift
     return out
+
+
+def turn_to(qpos, yaw):
+    """Turn qpos [24] in place until it heads for yaw (radians; 0 is +x); returns it."""
+    w, x, y, z = qpos[3:7]
+    heading = np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
+    qpos[3:7] = _mul(_quat([0, 0, 1], yaw - heading), qpos[3:7])
+    return qpos
 
 
 def _known(name):
@@ -316,7 +320,7 @@ def blend(goal_name, rng, t):
     for s in np.asarray(t, np.float64):
         qpos = (1 - s) * start + s * goal
         qpos[3:7] = _slerp(start[3:7], goal[3:7], s)
-        path.append(_put_down(_face(qpos, yaw, shift)))
+        path.append(put_down(_face(qpos, yaw, shift)))
     return np.array(path).reshape(-1, 24)
 
 
