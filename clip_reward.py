@@ -476,10 +476,12 @@ class _Scorer:
     is drawn into the other, so that a job costs max(render, CLIP) and not their sum.
     """
 
-    def __init__(self, make_renderer, make_reward, make_video_renderer, device, batch_size):
+    def __init__(
+        self, make_renderer, make_reward, make_video_renderer, needs_gl, device, batch_size
+    ):
         self.device, self.batch_size = torch.device(device), batch_size
         self.description = str(device)
-        if make_renderer is not None:  # before the reward: it imports no mujoco, but a user's may
+        if make_renderer and needs_gl:  # before the reward: it imports no mujoco, but a user's may
             self.description += ", " + egl_render.setup_gl(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device.index or 0)
@@ -688,13 +690,20 @@ class RewardPool:
         batch_size: frames scored at once by one worker; no result depends on it. A worker on CUDA
             holds two pinned buffers of batch_size x H x W x 3 bytes.
         make_video_renderer: like make_renderer, for `render()`; default: the same renderer.
+        needs_gl: choose OpenGL in every worker; False for renderers that draw without it.
     Attributes:
         timings: {"render_s", "clip_s"} of the job finished last: seconds, the slowest worker's.
         description: one line per worker once `wait_ready()` has returned.
     """
 
     def __init__(
-        self, make_renderer, make_reward, devices=("cpu",), batch_size=256, make_video_renderer=None
+        self,
+        make_renderer,
+        make_reward,
+        devices=("cpu",),
+        batch_size=256,
+        make_video_renderer=None,
+        needs_gl=True,
     ):
         self.timings = {"render_s": 0.0, "clip_s": 0.0}
         self.description = []
@@ -707,7 +716,7 @@ class RewardPool:
         self._close_at_exit = lambda: myself() and myself().close()
         if batch_size < 1:
             raise UsageError(f"--clip-batch-size must be positive, not {batch_size}")
-        setup = (make_renderer, make_reward, make_video_renderer)
+        setup = (make_renderer, make_reward, make_video_renderer, needs_gl)
         devices = [str(device) for device in devices]
         if not devices:
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
