@@ -1,4 +1,4 @@
-"""Draws docs/scene.png: the task's own look beside the realistic one, as CLIP sees them.
+"""Draws docs/scene.png and docs/mountain.png: a task's own look beside the realistic one.
 
 python docs/scene.py
 """
@@ -23,6 +23,17 @@ from tiny_clip import poses  # noqa: E402
 SIZE = 320
 
 
+def mountain():
+    """The car at three places, [400, 600] each, the landscape above and Gymnasium's look below."""
+    states = np.array([[-0.5, 0.0], [0.2, 0.0], [0.5, 0.0]])
+    rows = [
+        egl_render.ClassicRenderer("MountainCar-v0", None, textured).render(states)
+        for textured in (True, False)
+    ]
+    picture = np.concatenate([np.concatenate(list(row), axis=1) for row in rows])
+    return picture.reshape(400, 2, 900, 2, 3).mean((1, 3)).astype(np.uint8)
+
+
 def main():
     rng = np.random.default_rng(2)
     env = gym.make("Humanoid-v5").unwrapped
@@ -38,6 +49,8 @@ def main():
     rows.append(egl_render.MujocoRenderer(model, SIZE, egl_render.PAPER_CAMERA).render(states))
     picture = np.concatenate([np.concatenate(list(row), axis=1) for row in rows])
     Image.fromarray(picture).quantize(256).save(ROOT / "docs" / "scene.png", optimize=True)
+    # 256 colours would be too few for the car's red
+    Image.fromarray(mountain()).save(ROOT / "docs" / "mountain.png", optimize=True)
 
 
 if __name__ == "__main__":

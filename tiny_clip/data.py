@@ -1,4 +1,4 @@
-"""What tiny_clip learns from: pictures of the humanoid's scenes, captions, and which is how true.
+"""What tiny_clip learns from: pictures of the scenes, captions, and which is how true.
 
     qpos, truth, weight = draw_states(np.random.default_rng(0), 600)   # [600, 24], [600, C] twice
     pictures, truth, weight = make_pictures([Job(seed=0, scene="varied", count=600)], workers=2)
@@ -6,6 +6,7 @@
 No picture has one caption of its own. CONCEPTS are C things that can be said of a picture, each in
 several wordings, and `truth` says how true each is of each picture, from 0 to 1. Where geometry
 cannot tell (is this heap sitting?) `weight` is 0 and nothing is learned.
+The humanoid is described here and in poses.py, CartPole and MountainCar in classic.py.
 Importing this module chooses the GL backend and imports mujoco.
 """
 
@@ -30,14 +31,14 @@ egl_render.setup_gl("cpu")
 import gymnasium  # noqa: E402
 import mujoco  # noqa: E402
 
-from tiny_clip import poses  # noqa: E402
+from tiny_clip import classic, poses  # noqa: E402
 
 IMAGE_SIZE = 64
 
 # ------------------------------------------------------------------------------ captions
 
 # Concept -> captions; {} stands for the subject. The first is the paper's prompt, if any.
-CAPTIONS = {
+HUMANOID_CAPTIONS = {
     "robot": ["{}", "{} outdoors", "{} on a stone floor", "{} under a cloudy sky", "{} outside",
               "{} in front of the camera", "{} made of metal"],
     "standing": ["{} standing up", "{} standing", "{} standing upright", "{} on its feet",
@@ -81,7 +82,9 @@ CAPTIONS = {
     "contorted": ["{} in a contorted pose", "{} twisted on the ground", "{} collapsed in a heap",
                   "{} in a strange position", "{} tangled up", "{} crumpled on the floor"],
 }  # fmt: skip
+CAPTIONS = HUMANOID_CAPTIONS | classic.CAPTIONS
 CONCEPTS = tuple(CAPTIONS)
+BASELINES = ("robot", "cart", "mountain")  # true of every picture of their scenes
 GOALS = tuple(poses.TASKS)
 SUBJECTS = ("a robot", "the robot", "a humanoid", "the humanoid robot", "a metal robot",
             "an android", "one humanoid robot", "a silver humanoid robot", "a person")  # fmt: skip
@@ -98,12 +101,14 @@ def exact(caption):
 
 def reworded(caption, rng):
     """One other way to put a caption: subject, beginning and end vary, a small word may go."""
+    humanoid = "{}" in caption
+    prefixes, suffixes = (PREFIXES, SUFFIXES) if humanoid else (classic.PREFIXES, (".", "!"))
     subject = SUBJECTS[rng.integers(len(SUBJECTS))] if rng.random() < 0.5 else "a humanoid robot"
     text = caption.format(subject)
     if rng.random() < 0.3:
-        text = PREFIXES[rng.integers(len(PREFIXES))] + text
+        text = prefixes[rng.integers(len(prefixes))] + text
     if rng.random() < 0.2:
-        text += SUFFIXES[rng.integers(len(SUFFIXES))]
+        text += suffixes[rng.integers(len(suffixes))]
     if rng.random() < 0.3:
         words = text.split(" ")
         small = [i for i, word in enumerate(words) if word in SMALL_WORDS]
@@ -171,6 +176,11 @@ def _row(name):
     return np.array([row[concept] for concept in CONCEPTS])
 
 
+def _family(concepts):
+    """Weights [C]: of a picture's own concepts 1; others, easily told apart, count little."""
+    return np.array([1.0 if concept in concepts else 0.15 for concept in CONCEPTS])
+
+
 def truth_of(names, qpos):
     """How true each concept is of states, and where that is known.
 
@@ -183,7 +193,8 @@ def truth_of(names, qpos):
     facts = poses.describe(qpos)
     degree, labels = degrees(facts), poses.label(qpos)
     index = {concept: c for c, concept in enumerate(CONCEPTS)}
-    truth, weight = np.zeros((len(qpos), len(CONCEPTS))), np.ones((len(qpos), len(CONCEPTS)))
+    truth = np.zeros((len(qpos), len(CONCEPTS)))
+    weight = np.tile(_family(HUMANOID_CAPTIONS), (len(qpos), 1))
     for b, name in enumerate(names):
         if name not in GEOMETRIC and name != "rollout":
             truth[b] = _row(name)
@@ -260,7 +271,7 @@ def _path_truth(start, goal, t, qpos):
     """Truth along a blend: of start (1-t), of goal t. What neither claims counts little."""
     (a, _), (b, _) = truth_of([start] * len(qpos), qpos), truth_of([goal] * len(qpos), qpos)
     truth = (1 - t[:, None]) * a + t[:, None] * b
-    weight = np.full_like(truth, 0.3)
+    weight = np.tile(0.3 * _family(HUMANOID_CAPTIONS), (len(qpos), 1))
     known = [c for c, concept in enumerate(CONCEPTS) if concept in (*GOALS, "robot")]
     weight[:, known] = 1.0
     kneeling = CONCEPTS.index("kneeling")
@@ -310,7 +321,7 @@ def draw_states(rng, count):
 
 # ------------------------------------------------------------------------------ pictures
 
-SCENES = ("varied", "canonical", "plain")
+SCENES = ("varied", "canonical", "plain", *classic.SCENES)
 SIZES = {64: 0.36, 96: 0.42, 128: 0.16, 224: 0.06}  # px, all in light quality
 
 
@@ -362,8 +373,11 @@ def _aim(renderer, camera):
 
 
 def draw_job(job):
-    """One job's (pictures [count, 3, 64, 64] uint8, truth, weight [count, C] float32, qpos)."""
+    """One job's (pictures [count, 3, 64, 64] uint8, truth, weight [count, C] float32, and qpos
+    [count, 24], zeros for classic scenes)."""
     rng = np.random.default_rng(job.seed)
+    if job.scene in classic.SCENES:
+        return _draw_classic(job, rng)
     qpos, truth, weight = draw_states(rng, job.count)
     cameras = [_camera(job.scene, rng) for _ in range(job.count)]
     for q, camera in zip(qpos, cameras, strict=True):
@@ -382,6 +396,18 @@ def draw_job(job):
             pictures[i] = shrink(renderer.render(states[i : i + 1]))[0]
         renderer.close()
     return pictures, truth.astype(np.float32), weight.astype(np.float32), qpos
+
+
+def _draw_classic(job, rng):
+    states = classic.sample_states(job.scene, rng, job.count)
+    column = classic.truth_of(job.scene, states)
+    truth = np.stack([column.get(concept, np.zeros(job.count)) for concept in CONCEPTS], 1)
+    weight = np.tile(_family(classic.CAPTIONS), (job.count, 1))
+    pictures = np.empty((job.count, 3, IMAGE_SIZE, IMAGE_SIZE), np.uint8)
+    for rows in np.array_split(np.arange(job.count), max(1, job.count // 100)):
+        size = int(rng.choice([*SIZES, 480], p=[*(0.95 * p for p in SIZES.values()), 0.05]))
+        pictures[rows] = shrink(classic.draw(job.scene, states[rows], size, rng))
+    return pictures, truth.astype(np.float32), weight.astype(np.float32), np.zeros((job.count, 24))
 
 
 def shrink(frames):

@@ -25,7 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import egl_render
 from clip_reward import CLIPReward, UsageError, load_clip
-from tiny_clip import data, poses
+from tiny_clip import classic, data, poses
 from tiny_clip.train import auc
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -36,7 +36,10 @@ PROMPTS = {
     **{name: task["target_prompt"] for name, task in poses.TASKS.items()},
     "lying": "a humanoid robot lying on the ground",
     "robot": "a humanoid robot",
+    "upright": classic.CAPTIONS["upright"][0],
+    "peak": classic.CAPTIONS["peak"][0],
 }
+HUMANOID_PROMPTS = [name for name in PROMPTS if name in data.HUMANOID_CAPTIONS]
 PROMISED = ("kneeling", "standing", "splits", "lotus", "arms_raised", "lying")
 MIN_AUC, MIN_SPEARMAN = 0.95, 0.8
 UNSEEN = {  # sentences that are not among the captions nor a rewording of one
@@ -155,6 +158,40 @@ def rollout_figures(judge, renderer, episodes=16):
     return rows, spearman(degree.ravel(), scores.ravel())
 
 
+# Scene -> the goal's coordinate and how far from it the reward may be largest (rad, position)
+CLASSIC_GOALS = {
+    "cartpole": (0.0, 0.05),
+    "mountain": (0.5, 0.1),
+    "mountain_plain": (0.5, 0.1),
+    "mountain_continuous": (0.45, 0.1),
+    "mountain_continuous_plain": (0.45, 0.1),
+}
+
+
+def classic_figures(judge, count=500, sizes=(64, 96)):
+    """Rows of a table on CartPole's and MountainCar's scenes, and the promises not kept."""
+    rows, missed = [], []
+    for scene, (goal, most) in CLASSIC_GOALS.items():
+        concept = "upright" if scene == "cartpole" else "peak"
+        rng = np.random.default_rng(SEED + 3)
+        states = classic.sample_states(scene, rng, count)
+        truth = classic.truth_of(scene, states)[concept]
+        column = 2 if scene == "cartpole" else 0
+        low, high = (-np.pi, np.pi) if scene == "cartpole" else (-1.2, 0.6)
+        line = np.zeros((361, states.shape[1]))
+        line[:, column] = np.linspace(low, high, len(line))
+        for size in sizes:
+            rewards = judge.score(judge.embed(classic.draw(scene, states, size, rng)), concept)
+            along = judge.score(judge.embed(classic.draw(scene, line, size, rng)), concept)
+            off = abs(line[along.argmax(), column] - goal)
+            if off > most:
+                missed.append(f"{scene}, {size} px: largest reward {off:.3f} from the goal")
+            rank, linear = spearman(truth, rewards), np.corrcoef(truth, rewards)[0, 1]
+            figures = (f"{rank:.3f}", f"{linear:.3f}", f"{off:.3f}")
+            rows.append((scene, size, *figures, f"{along.min():.2f} to {along.max():.2f}"))
+    return rows, missed
+
+
 def images_per_second(judge, size, batch=256, seconds=3.0):
     """Frames of size x size that the model preprocesses and embeds a second."""
     frames = torch.randint(0, 256, (batch, size, size, 3), dtype=torch.uint8)
@@ -174,11 +211,11 @@ def table(head, rows):
 
 CARD = """# tiny_clip: the embedded model
 
-A small CLIP for the humanoid scenes of this project. It loads as any other open_clip model
-(`--clip-model local-dir:tiny_clip`), needs no network and runs on a CPU.
+A small CLIP for the scenes of this project: the humanoid, CartPole, MountainCar. It loads as any
+other open_clip model (`--clip-model local-dir:tiny_clip`), needs no network and runs on a CPU.
 
 **It is not zero-shot.** It was trained on pictures of these very scenes with captions made from the
-simulator's state, about the poses listed below. It exists so that the whole system can be run,
+simulator's state, about what is listed below. It exists so that the whole system can be run,
 tested and demonstrated within minutes anywhere. It says nothing about what pretrained CLIP
 understands: results about CLIP need real CLIP.
 
@@ -192,12 +229,15 @@ understands: results about CLIP need real CLIP.
   or contorted states into one (14 %), rollouts of random policies (22 %). Scenes: varied textures
   and light, the canonical textured scene, Gymnasium's plain one. Mostly the paper's camera, exact
   and jittered. Mostly light quality at 64 to 224 px, some full at 480 px.
+- CartPole and MountainCar (`classic.py`), since the third run: any angle and position, more of them
+  near the goal; the landscape, varied landscapes, Gymnasium's own look; 64 to 480 px.
 - Captions: {concepts} things that can be said of a picture in {captions} wordings, with the paper's
-  goal prompts and "a humanoid robot", which is true of every picture. How true each is of each
+  goal prompts and its baseline prompts ("a humanoid robot", "pole and cart", "a car in the
+  mountain"), which are true of every picture of their scene. How true each is of each
   picture, 0 to 1, follows from the pose, from how far a blend has come, or from geometry.
 - Loss: sigmoid cross entropy of every picture with captions of every concept (as SigLIP, with soft
-  targets), plus the variance of "a humanoid robot" over pictures. AdamW, cosine schedule, averaged
-  weights. The cosines are spread wide because they are the reward.
+  targets), plus the variance of the baseline prompts over their scenes' pictures. AdamW, cosine
+  schedule, averaged weights. The cosines are spread wide because they are the reward.
 - Runs of `tiny_clip/train.py`, in this order (minutes with other work on the same cores; shares
   of {scenes} scenes):
 {history}
@@ -206,6 +246,7 @@ understands: results about CLIP need real CLIP.
 - Intended: demonstrations, tests, and development of the pipeline without a GPU or a network.
 - Poses outside the library and sentences far from the captions get rewards that mean little; see
   "sentences it has never seen" above. It knows no other scene, robot, camera angle or task.
+- CartPole's pole is 13 pixels long at 64 px: a lean of 3 degrees moves its tip by less than one.
 - An agent optimises whatever the model gets wrong. Look at the videos before believing a reward.
 - Hands on hips, arms crossed and one leg are differences of a few pixels at 64 px.
 - The standing prompt counts every upright standing pose as standing, whatever the arms do.
@@ -241,7 +282,7 @@ def evaluate(clip_model, device, count, size):
     }
     means = {
         (prompt, pose): judge.score(embedded[first], prompt)[names == pose].mean()
-        for prompt in PROMPTS
+        for prompt in HUMANOID_PROMPTS
         for pose in poses.POSE_NAMES
     }
     renderer = make_renderer("canonical", "paper", size, "light")
@@ -265,6 +306,9 @@ def evaluate(clip_model, device, count, size):
     if not mean_spearman >= MIN_SPEARMAN:
         missed.append(f"mean Spearman along blends {mean_spearman:.3f} < {MIN_SPEARMAN}")
 
+    classics, classic_missed = classic_figures(judge)
+    missed += classic_missed
+
     sections = [
         "## Held-out figures",
         f"One-vs-rest AUC of the prompt's reward (alpha 0) over {len(qpos)} states: {count} of "
@@ -286,9 +330,9 @@ def evaluate(clip_model, device, count, size):
         ),
         "Mean reward of each prompt (columns) for each pose (rows), textured scene:",
         table(
-            ["pose", *PROMPTS],
+            ["pose", *HUMANOID_PROMPTS],
             [
-                [pose, *(f"{means[prompt, pose]:.2f}" for prompt in PROMPTS)]
+                [pose, *(f"{means[prompt, pose]:.2f}" for prompt in HUMANOID_PROMPTS)]
                 for pose in poses.POSE_NAMES
             ],
         ),
@@ -304,6 +348,10 @@ def evaluate(clip_model, device, count, size):
         ),
         "Sentences it has never seen (AUC, textured):",
         table(["prompt", "AUC"], [[prompt, f"{value:.3f}"] for prompt, value in unseen.items()]),
+        "CartPole and MountainCar: how the reward for the goal prompt agrees with how near the "
+        "goal the state is (`classic.truth_of`; Spearman's and Pearson's correlation over random "
+        "states), and how far from the goal (rad, position) it is largest along one sweep:",
+        table(["scene", "px", "Spearman", "Pearson", "maximum off by", "range"], classics),
         f"Speed: {images_per_second(judge, size):.0f} pictures/s of {size} px on "
         f"{torch.get_num_threads()} threads ({device}).",
     ]

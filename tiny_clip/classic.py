@@ -1,0 +1,104 @@
+"""What tiny_clip learns of CartPole and MountainCar: captions, which of them is how true of what
+state, and pictures. The counterpart of poses.py and data.py's humanoid half.
+
+    states = sample_states("cartpole", np.random.default_rng(0), 600)       # [600, 4] float64
+    truth = truth_of("cartpole", states)                                    # dict of [600]
+    frames = draw("cartpole", states, 96, np.random.default_rng(0))         # [600, 96, 96, 3] uint8
+"""
+
+import numpy as np
+
+import egl_render
+
+# Concept -> captions; the first is the paper's prompt, if any. Truth is symmetric about the
+# vertical, so that pictures can be mirrored: no left and right.
+CAPTIONS = {
+    "cart": ["pole and cart", "a cart with a pole", "a pole on a cart", "a pole and a cart",
+             "a cart and a pole on a track", "a black cart with a brown pole"],
+    "upright": ["pole vertically upright on top of the cart", "a pole standing upright on a cart",
+                "an upright pole on top of the cart", "a vertical pole on a cart",
+                "the pole is balanced vertically above the cart", "a pole pointing straight up",
+                "a cart balancing a pole", "pole upright"],
+    "tilted": ["a tilted pole on a cart", "the pole leans to one side", "a leaning pole",
+               "a slanting pole on top of the cart", "a pole about to fall from the cart"],
+    "horizontal": ["a pole lying horizontally beside the cart", "a horizontal pole",
+                   "the pole sticks out sideways from the cart", "a pole level with the cart"],
+    "hanging": ["a pole hanging down below the cart", "the pole points straight down",
+                "a pole hanging from the cart", "a pole upside down under the cart"],
+    "mountain": ["a car in the mountain", "a car in the mountains", "a car and a mountain",
+                 "a car on a hill", "a mountain with a car and a yellow flag"],
+    "peak": ["a car at the peak of the mountain, next to the yellow flag",
+             "a car at the peak of the mountain", "a car next to the yellow flag",
+             "a car on the summit beside the flag", "a car on top of the mountain",
+             "a car that has reached the flag", "a car parked at the flag on the mountain top"],
+    "climbing": ["a car half way up to the flag", "a car climbing towards the flag",
+                 "a car driving up the slope below the flag", "a car on its way to the peak"],
+    "valley": ["a car at the bottom of the valley", "a car in the valley", "a car down in a valley",
+               "a car between the mountains", "a car far below the flag"],
+    "far_slope": ["a car on the slope away from the flag", "a car on the other side of the valley",
+                  "a car on the slope across from the flag", "a car with its back to the flag"],
+}  # fmt: skip
+PREFIXES = ("a photo of ", "a picture of ", "an image of ", "a drawing of ", "this is ",
+            "a rendering of ")  # fmt: skip
+
+# Scene -> environment and whether it is the landscape
+SCENES = {
+    "cartpole": ("CartPole-v1", False),
+    "mountain": ("MountainCar-v0", True),
+    "mountain_varied": ("MountainCar-v0", True),
+    "mountain_plain": ("MountainCar-v0", False),
+    "mountain_continuous": ("MountainCarContinuous-v0", True),
+    "mountain_continuous_plain": ("MountainCarContinuous-v0", False),
+}
+
+
+def sample_states(scene, rng, count):
+    """States [count, 4 or 2] float64 at rest: everywhere, and more of those near the goal."""
+    near = rng.random(count) < 0.4
+    if scene == "cartpole":
+        x = np.clip(rng.uniform(-2.6, 2.6, count), -2.4, 2.4)  # some at the ends of the track
+        angle = np.where(near, rng.normal(0, 0.25, count), rng.uniform(-np.pi, np.pi, count))
+        return np.stack([x, 0 * x, angle, 0 * x], 1)
+    x = np.where(near, rng.uniform(0.2, 0.6, count), rng.uniform(-1.2, 0.6, count))
+    return np.stack([x, 0 * x], 1)
+
+
+def _bump(x, center, width):
+    return np.exp(-(((x - center) / width) ** 2))
+
+
+def truth_of(scene, states):
+    """How true each concept of CAPTIONS is of states of a scene: dict of [B] in [0, 1].
+
+    Smooth, with one maximum at the goal and a slope that reaches far, as for the humanoid: an agent
+    needs to be told which of two bad states is nearer.
+    """
+    states = np.asarray(states, np.float64)
+    zero = np.zeros(len(states))
+    truth = dict.fromkeys(CAPTIONS, zero)
+    if scene == "cartpole":
+        angle = np.abs((states[:, 2] + np.pi) % (2 * np.pi) - np.pi)
+        return truth | {
+            "cart": zero + 1,
+            "upright": 0.6 * _bump(angle, 0, 0.25) + 0.4 * (0.5 + 0.5 * np.cos(angle)),
+            "tilted": np.clip((angle - 0.1) / 0.3, 0, 1) * np.clip((1.6 - angle) / 0.6, 0, 1),
+            "horizontal": _bump(angle, np.pi / 2, 0.4),
+            "hanging": _bump(angle, np.pi, 0.6),
+        }
+    x, goal = states[:, 0], egl_render.MOUNTAIN_GOALS[SCENES[scene][0]]
+    height = np.clip((egl_render.hill(x) - 0.1) / 0.9, 0, 1)
+    return truth | {
+        "mountain": zero + 1,
+        "peak": 0.8 * _bump(x, goal, 0.22) + 0.2 * height,
+        "climbing": np.clip((x + 0.35) / 0.25, 0, 1) * np.clip((goal - 0.05 - x) / 0.25, 0, 1),
+        "valley": _bump(x, -0.52, 0.3),
+        "far_slope": np.clip((-0.6 - x) / 0.3, 0, 1),
+    }
+
+
+def draw(scene, states, size, rng):
+    """Frames [B, size, size, 3] uint8; "mountain_varied" draws another landscape from rng."""
+    env_id, textured = SCENES[scene]
+    landscape = egl_render.mountain_scene(rng) if scene == "mountain_varied" else None
+    renderer = egl_render.ClassicRenderer(env_id, size, textured, landscape)
+    return renderer.render(states)
