@@ -14,6 +14,7 @@ mujoco reads MUJOCO_GL when it is imported, so this module imports it inside fun
 import contextlib
 import ctypes
 import ctypes.util
+import functools
 import importlib
 import io
 import math
@@ -570,7 +571,7 @@ class ClassicRenderer:
         self._flip = not textured
         if textured:
             self._draw = self._draw_textured_car
-            scene = mountain_scene(goal=MOUNTAIN_GOALS[env_id]) if scene is None else scene
+            scene = canonical_mountain(MOUNTAIN_GOALS[env_id]) if scene is None else scene
             self._background = self._surface(scene if size else scene[100:500])
             self._sprite = self._surface(car_sprite())
         else:
@@ -848,6 +849,12 @@ def mountain_scene(rng=None, goal=0.5):
     corner = (slice(100, 400), slice(1100, None))
     _paint_flag(color[corner], x[corner], height[corner], goal)
     return _bytes(color.reshape(600, 2, 600, 2, 3).mean((1, 3)))
+
+
+@functools.cache  # two seconds of work
+def canonical_mountain(goal):
+    """`mountain_scene` without variation: [600, 600, 3] uint8."""
+    return mountain_scene(goal=goal)
 
 
 def _paint_flag(color, x, height, goal):

@@ -328,3 +328,109 @@ def test_tensorboard_really_gets_the_video(tmp_path):
     assert picture.n_frames == len(frames)
     picture.seek(5)
     assert np.abs(np.asarray(picture.convert("RGB")).astype(int) - frames[5]).mean() < 20
+
+
+# ------------------------------------------------------------------------------ classic control
+
+CLASSIC_BOUNDS = {
+    "CartPole-v1": ([-2.4, -1, -np.pi, -1], [2.4, 1, np.pi, 1]),
+    "MountainCar-v0": ([-1.2, -0.07], [0.6, 0.07]),
+    "MountainCarContinuous-v0": ([-1.2, -0.07], [0.6, 0.07]),
+}
+
+
+@pytest.mark.parametrize("env_id", CLASSIC_BOUNDS)
+def test_plain_classic_frames_are_gymnasiums_pixel_for_pixel(env_id):
+    low, high = np.array(CLASSIC_BOUNDS[env_id])
+    states = np.random.default_rng(0).uniform(low, high, (60, len(low)))
+    states[0], states[1], states[2] = low, high, 0
+    env = gym.make(env_id, render_mode="rgb_array").unwrapped
+    env.reset(seed=0)
+    frames = egl_render.ClassicRenderer(env_id).render(states)
+    assert frames.shape == (60, 400, 600, 3) and frames.dtype == np.uint8
+    for state, frame in zip(states, frames, strict=True):
+        env.state = state
+        assert np.array_equal(env.render(), frame)
+    env.close()
+
+
+@pytest.mark.parametrize("env_id, textured", [("CartPole-v1", False), ("MountainCar-v0", True)])
+def test_square_classic_frames_show_the_whole_native_picture(env_id, textured):
+    state = np.array([CLASSIC_BOUNDS[env_id][1]]) * 0.7
+    native = egl_render.ClassicRenderer(env_id, None, textured).render(state)[0]
+    out = np.zeros((1, 150, 150, 3), np.uint8)  # a quarter: every pixel is the mean of 4 x 4
+    assert egl_render.ClassicRenderer(env_id, 150, textured).render(state, out) is out
+    mean = native.reshape(100, 4, 150, 4, 3).mean((1, 3))
+    assert np.abs(out[0, 25:125].astype(float) - mean).max() <= 2
+    if not textured:  # above and below is nothing but white
+        assert (out[0, :25] == 255).all() and (out[0, 125:] == 255).all()
+
+
+def red(frame):
+    """Rows and columns of the pixels of the car's paint."""
+    r, g, b = frame.astype(int).transpose(2, 0, 1)
+    return np.nonzero((r > 110) & (g < 40) & (b < 40))
+
+
+@pytest.mark.parametrize("x", [-1.1, -0.8, -0.5, -0.2, 0.1, 0.4, 0.5])
+def test_textured_car_stands_on_the_slope_and_follows_it(x):
+    renderer = egl_render.ClassicRenderer("MountainCar-v0", None, textured=True)
+    rows, columns = red(renderer.render(np.array([[x, 0.0]]))[0])
+    assert len(rows) > 300
+    center = np.array([columns.mean(), 400 - rows.mean()])  # y upwards
+    scale, slope = 600 / 1.8, np.arctan(0.45 * 3 * np.cos(3 * x))
+    ground = np.array([(x + 1.2) * scale, (np.sin(3 * x) * 0.45 + 0.55) * scale])
+    above = center - ground
+    normal = np.array([-np.sin(slope), np.cos(slope)])
+    if x > -1.1:  # there half of it is outside
+        assert 8 < above @ normal < 22 and abs(above @ [normal[1], -normal[0]]) < 6
+    long_axis = np.linalg.eigh(np.cov(columns, -rows))[1][:, 1]
+    tilt = np.arctan(long_axis[1] / long_axis[0])
+    if -1.1 < x < 0.45:
+        assert abs(tilt - slope) < np.radians(8)
+
+
+def test_textured_mountain_has_sky_snow_rock_grass_and_a_flag():
+    frame = egl_render.ClassicRenderer("MountainCar-v0", 600, True).render(np.array([[-0.5, 0]]))[0]
+    r, g, b = frame.astype(int).transpose(2, 0, 1)
+    blue, green = (b > r + 40) & (b > g), (g > r) & (g > b + 25)
+    white, yellow = np.minimum(np.minimum(r, g), b) > 200, (r > 180) & (g > 140) & (b < 60)
+    assert blue[:250].mean() > 0.3 and blue[480:].mean() < 0.01
+    assert green[480:].mean() > 0.5 and green[:250].mean() < 0.01
+    assert white[165:260, 470:].mean() > 0.2  # the snow cap
+    rows, columns = np.nonzero(yellow)
+    assert len(rows) > 300 and abs(columns.mean() - 583) < 6 and rows.max() < 160
+    relief = np.abs(np.diff(frame[300:400, 480:].mean(-1), axis=0)).mean()
+    assert relief > 4  # rock, not a flat colour
+
+
+def test_varied_landscapes_differ_and_the_canonical_one_does_not():
+    scenes = [egl_render.mountain_scene(np.random.default_rng(seed)) for seed in (1, 2)]
+    assert np.abs(scenes[0].astype(int) - scenes[1]).mean() > 10
+    state = np.array([[0.0, 0.0]])
+    shown = egl_render.ClassicRenderer("MountainCar-v0", 600, True, scenes[0]).render(state)[0]
+    assert np.array_equal(shown[:150], scenes[0][:150])
+    twice = [egl_render.ClassicRenderer("MountainCar-v0", 96, True).render(state) for _ in "12"]
+    assert np.array_equal(*twice)
+
+
+def test_classic_renderer_refuses_what_it_cannot_draw():
+    with pytest.raises(ValueError, match="Pendulum-v1 is not one of CartPole-v1"):
+        egl_render.ClassicRenderer("Pendulum-v1")
+    with pytest.raises(ValueError, match="no textured scene"):
+        egl_render.ClassicRenderer("CartPole-v1", textured=True)
+    with pytest.raises(ValueError, match=r"states must be \[B, 2\]"):
+        egl_render.ClassicRenderer("MountainCar-v0").render(np.zeros((3, 4)))
+
+
+def test_classic_renderer_needs_neither_display_nor_gl():
+    code = (
+        "import sys, numpy as np, egl_render; "
+        "egl_render.ClassicRenderer('CartPole-v1', 64).render(np.zeros((1, 4))); "
+        "print([m for m in ('mujoco', 'OpenGL', 'torch') if m in sys.modules])"
+    )
+    environment = {k: v for k, v in helpers.importable_environment().items() if k != "DISPLAY"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert run.stdout.strip() == "[]", run.stderr
