@@ -17,6 +17,15 @@ Offline on a laptop, with the small CLIP that comes with the project:
         --total-timesteps 48000 --learning-starts 4800 --gradient-steps 300 --batch-size 256 \
         --entropy-coef 0.05 --symlog
 
+Another task (any of Gymnasium's with continuous actions), a car in a mountain landscape:
+
+    python sac_clip_humanoid.py --env-id MountainCarContinuous-v0 --episode-length 200 \
+        --target-prompt "a car at the peak of the mountain, next to the yellow flag" \
+        --clip-model local-dir:tiny_clip --render-size 64 --num-envs 8 --hidden-size 64 \
+        --total-timesteps 32000 --learning-starts 3200 --random-repeat 25 --gradient-steps 600 \
+        --batch-size 256 --policy-lr 1e-3 --q-lr 1e-3 --gamma 0.99 --tau 0.05 --no-autotune \
+        --entropy-coef 0.1
+
 The environment's own reward instead, as a baseline (nothing is drawn):
 
     python sac_clip_humanoid.py --reward ground-truth --video-freq 0
@@ -78,8 +87,9 @@ class Args:
     # What to do, and how it is scored
     target_prompt: tuple[str, ...] = ()
     """what to do, in words; several prompts are averaged"""
-    baseline_prompt: tuple[str, ...] = ("a humanoid robot",)
-    """what the scene is anyway; several prompts are averaged"""
+    baseline_prompt: tuple[str, ...] = ()
+    """what the scene is anyway, several prompts are averaged; default: "a humanoid robot" for the
+    humanoid, none for other tasks (only --reward-alpha needs it)"""
     reward_alpha: float = 0.0
     """strength of goal-baseline regularisation, 0 (plain cosine) to 1 (only target - baseline)"""
     reward: Literal["clip", "ground-truth"] = "clip"
@@ -98,13 +108,14 @@ class Args:
     allow_slow: bool = False
     """start even if this machine would need days for the model"""
 
-    # What CLIP sees (MuJoCo tasks; other tasks show what their render() does, at most render_size)
+    # What CLIP sees (MuJoCo and MountainCar; other tasks' render() shows it, at most render_size)
     render_size: int = 480
     """height and width of the frames in pixels"""
     render_quality: Literal["auto", "full", "light"] = "auto"
     """light: no shadows, no antialiasing; auto: full on a GPU, light in software"""
     textured: bool = True
-    """realistic sky, stone floor and metal body, or else Gymnasium's own look (MuJoCo tasks)"""
+    """realistic sky, stone floor and metal body, or the mountain as a landscape of rock, snow and
+    clouds; or else Gymnasium's own look"""
     camera: Literal["paper", "default"] = "paper"
     """the paper's camera, which follows the humanoid, or the task's own (always for other tasks)"""
     camera_distance: float | None = None
@@ -122,7 +133,7 @@ class Args:
     total_timesteps: int = 10_000_000
     """environment steps in all, rounded up to whole rollouts"""
     num_envs: int = 32
-    """environments stepped in parallel, one process each"""
+    """environments stepped in parallel, one process each (MountainCarContinuous: in this one)"""
     episode_length: int = 100
     """steps of every episode; no episode ends earlier, and a rollout is one episode of each"""
     buffer_size: int = 1_000_000
@@ -135,6 +146,9 @@ class Args:
     """transitions per update"""
     learning_starts: int = 50_000
     """steps of random actions before the first update"""
+    random_repeat: int = 1
+    """steps for which each random action is held: with a new one every step a car never leaves its
+    valley, with one for 25 steps every fifth episode gets to the top (not in the paper)"""
     gradient_steps: int = 100
     """updates after each rollout (num_envs * episode_length steps)"""
     policy_lr: float = 6e-4
@@ -158,6 +172,9 @@ class Args:
     """steps between checkpoints; the end of the run always has one"""
     video_freq: int = 128_000
     """steps between videos, and one at the end; 0: none"""
+    eval_episodes: int | None = None
+    """episodes without exploration that checkpoints/best.pt is judged by in the end, 0: none;
+    default: 100 where the task has a success rate (MountainCarContinuous), or else none"""
     resume: str | None = None
     """folder of the run to go on with, as it was started; flags beside it that do not change the
     experiment are accepted, such as a larger --total-timesteps"""
@@ -166,13 +183,16 @@ class Args:
 # What flags beside --resume may change: how long, where and how often, but not what is learned.
 RESUME_MAY_CHANGE = (
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size clip_cache_dir "
-    "allow_slow cuda track resume"
+    "allow_slow cuda track eval_episodes resume"
 ).split()
 POSITIVE = (
     "total_timesteps num_envs episode_length buffer_size batch_size gradient_steps policy_lr q_lr "
-    "hidden_size render_size clip_batch_size"
+    "hidden_size render_size clip_batch_size random_repeat"
 ).split()
 NOT_NEGATIVE = "seed learning_starts entropy_coef checkpoint_freq video_freq".split()
+
+# A goal that absorbs, pictures by egl_render.ClassicRenderer, and steps of microseconds
+MOUNTAIN_CAR = "MountainCarContinuous-v0"
 
 
 def parse_args() -> Args:
@@ -183,6 +203,8 @@ def parse_args() -> Args:
     """
     args = tyro.cli(Args, description=__doc__)
     if args.resume is None:
+        if not args.baseline_prompt and args.env_id.startswith("Humanoid"):
+            args.baseline_prompt = ("a humanoid robot",)
         return args
     run_dir = Path(args.resume)
     if not (run_dir / "args.json").is_file():
@@ -216,6 +238,7 @@ def check_args(args: Args) -> None:
         require(0 < getattr(args, name) < math.inf, name, "is not positive")
     for name in NOT_NEGATIVE:
         require(0 <= getattr(args, name) < math.inf, name, "is negative")
+    require((args.eval_episodes or 0) >= 0, "eval_episodes", "is negative")
     require(0 <= args.gamma < 1, "gamma", "is outside [0, 1)")
     require(0 < args.tau <= 1, "tau", "is outside (0, 1]")
     require(0 <= args.reward_alpha <= 1, "reward_alpha", "is outside [0, 1]")
@@ -246,7 +269,7 @@ def check_args(args: Args) -> None:
 
 
 def check_env(env_id: str) -> Literal["states", "frames"]:
-    """What pictures of a task are made of: MuJoCo's (qpos, qvel), or else its own `render()`.
+    """What pictures of a task are made of: its state (MuJoCo, MountainCar), or else its `render()`.
 
     Raises:
         UsageError: no such task, or not one that this script can learn.
@@ -261,7 +284,10 @@ def check_env(env_id: str) -> Literal["states", "frames"]:
         raise UsageError(f"--env-id {env_id}: {reason}") from error
     actions = env.action_space
     if isinstance(actions, gym.spaces.Discrete):
-        raise UsageError(f"--env-id {env_id} has discrete actions; SAC needs continuous ones")
+        raise UsageError(
+            f"--env-id {env_id} has discrete actions and SAC needs continuous ones; for CartPole "
+            "and MountainCar-v0 use dqn_clip_classic.py"
+        )
     if not isinstance(actions, gym.spaces.Box) or not actions.is_bounded():
         raise UsageError(f"--env-id {env_id}: not a box of bounded continuous actions: {actions}")
     if not isinstance(env.observation_space, gym.spaces.Box):
@@ -270,14 +296,31 @@ def check_env(env_id: str) -> Literal["states", "frames"]:
     model = getattr(env.unwrapped, "model", None)
     # mocap bodies and activations are state beside qpos and qvel
     has_state = hasattr(model, "nq") and hasattr(env.unwrapped, "data")
-    return "states" if has_state and not model.nmocap and not model.na else "frames"
+    has_state = has_state and not model.nmocap and not model.na
+    return "states" if has_state or env_id == MOUNTAIN_CAR else "frames"
 
 
 # ------------------------------------------------------------------------------ environment
 
 
+class AbsorbingGoal(gym.Wrapper):
+    """The car stays where it reaches the goal, and is paid nothing more; `info` has "success"."""
+
+    def reset(self, **kwargs):
+        self.arrived = None  # the observation there
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        observation, reward = self.arrived, 0.0
+        if observation is None:
+            observation, reward, reached, _, _ = self.env.step(action)
+            self.arrived = observation if reached else None
+        return observation, reward, False, False, {"success": self.arrived is not None}
+
+
 class SceneInInfo(gym.Wrapper):
-    """Episodes that never end by themselves, and an `info` that holds only what a picture needs.
+    """Episodes that never end by themselves, and an `info` that holds only what a picture needs
+    (and "success", where the task has one).
 
     An early end would tell the agent about the task (section 4.1 of the paper). `info` is pickled
     through a pipe at every step: the humanoid's state makes that 533 bytes a step.
@@ -288,11 +331,12 @@ class SceneInInfo(gym.Wrapper):
         self.scene, self.frame_size = scene, frame_size
 
     def step(self, action):
-        observation, reward, _, _, _ = self.env.step(action)
-        info = {}
+        observation, reward, _, _, info = self.env.step(action)
+        info = {key: info[key] for key in info if key == "success"}
         if self.scene == "states":
-            data = self.unwrapped.data
-            info["states"] = np.concatenate([data.qpos, data.qvel])  # [nq + nv] float64
+            data = getattr(self.unwrapped, "data", None)  # MuJoCo's
+            state = [data.qpos, data.qvel] if data else [self.unwrapped.state]
+            info["states"] = np.concatenate(state, dtype=np.float64)  # [nq + nv] or (x, velocity)
         elif self.scene == "frames":
             from PIL import Image
 
@@ -326,6 +370,8 @@ def make_env(
             env = gym.make(env_id, terminate_when_unhealthy=False, **kwargs)
         except TypeError:  # a task without health
             env = gym.make(env_id, **kwargs)
+        if env_id == MOUNTAIN_CAR:
+            env = AbsorbingGoal(env)
         if len(env.observation_space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
         if compress:
@@ -335,8 +381,10 @@ def make_env(
     return thunk
 
 
-def make_renderer(args: Args, size: int, quality: str):
-    """What draws physics states; called in every reward worker, after it was bound to its GPU."""
+def make_renderer(args: Args, size: int | None, quality: str):
+    """What draws states; called in every reward worker, after it was bound to its GPU."""
+    if args.env_id == MOUNTAIN_CAR:
+        return egl_render.ClassicRenderer(args.env_id, size, args.textured)
     env = gym.make(args.env_id)
     paper = args.camera == "paper" and args.env_id.startswith("Humanoid")
     camera = egl_render.PAPER_CAMERA if paper else egl_render.env_camera(env)
@@ -486,6 +534,32 @@ def save_files(files: dict) -> None:
         os.replace(f"{path}.tmp", path)
 
 
+def evaluate(args: Args, actor: Actor, episodes: int, device) -> dict[str, float]:
+    """Episodes of the policy without exploration: its mean action, on starts that training never
+    had. -> "episodes", "episodic_return" and, where the task has one, "success_rate"."""
+    N = args.num_envs
+    envs = gym.vector.SyncVectorEnv([make_env(args.env_id, compress=args.symlog)] * N)
+    rounds = math.ceil(episodes / N)
+    all_seeds = np.random.SeedSequence((args.seed, 0, 1)).generate_state(rounds * N)
+    returns, successes = [], []
+    for seeds in all_seeds.reshape(rounds, N).tolist():
+        observations, _ = envs.reset(seed=seeds)
+        totals = np.zeros(N)
+        for _ in range(args.episode_length):
+            with torch.no_grad():
+                mean, _ = actor(torch.as_tensor(observations, dtype=torch.float32, device=device))
+                action = actor.to_env(torch.tanh(mean)).cpu().numpy()
+            observations, rewards, _, _, infos = envs.step(action.reshape(envs.action_space.shape))
+            totals += rewards
+        returns.extend(totals)
+        successes.extend(infos.get("success", ()))
+    envs.close()
+    result = {"episodes": episodes, "episodic_return": float(np.mean(returns[:episodes]))}
+    if successes:
+        result["success_rate"] = float(np.mean(successes[:episodes]))
+    return result
+
+
 def crossed(every: int, before: int, after: int) -> bool:
     """Whether a multiple of `every` lies in (before, after]; 0 is never."""
     return every > 0 and before // every != after // every
@@ -495,7 +569,7 @@ if __name__ == "__main__":
     try:
         args = parse_args()
         check_args(args)
-        scene = check_env(args.env_id)
+        scene, classic = check_env(args.env_id), args.env_id == MOUNTAIN_CAR
         use_clip = args.reward == "clip"
         cuda = torch.cuda.is_available() and args.cuda
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -505,7 +579,7 @@ if __name__ == "__main__":
         if not use_clip and args.video_freq == 0:
             scene = None  # nothing is drawn
         quality = args.render_quality
-        if scene == "states":
+        if scene == "states" and not classic:
             _, gl = egl_render.choose_gl(reward_devices[0])  # raises if nothing can draw
             if quality == "auto":
                 quality = "light" if egl_render.is_software(gl) else "full"
@@ -570,13 +644,16 @@ if __name__ == "__main__":
             score if use_clip else None,
             devices=reward_devices if use_clip else reward_devices[:1],
             batch_size=args.clip_batch_size,
-            make_video_renderer=functools.partial(draw, size=max(args.render_size, 240)),
+            make_video_renderer=functools.partial(
+                draw, size=None if classic else max(args.render_size, 240)
+            ),
+            needs_gl=not classic,
         )
 
     # Environments. Without autoreset the last observation and picture are those of the episode.
     thunks = [make_env(args.env_id, scene, args.render_size, args.symlog)] * args.num_envs
     options = {"copy": False, "autoreset_mode": gym.vector.AutoresetMode.DISABLED}
-    if args.num_envs == 1:
+    if args.num_envs == 1 or classic:
         envs = gym.vector.SyncVectorEnv(thunks, **options)
     else:
         # forkserver: processes share what is imported once, and inherit neither CUDA nor each
@@ -672,9 +749,9 @@ if __name__ == "__main__":
         observations[0], _ = envs.reset(seed=[int(seed) for seed in env_seeds])
         for t in range(T):
             with torch.no_grad():
-                if random_actions:
+                if random_actions and t % args.random_repeat == 0:
                     action = torch.rand(N, action_dim, device=device) * 2 - 1
-                else:
+                elif not random_actions:
                     action, _ = actor.sample(torch.as_tensor(observations[t], device=device))
                 env_action = actor.to_env(action).reshape(N, *action_shape).cpu().numpy()
             observations[t + 1], env_rewards[t], _, _, infos = envs.step(env_action)
@@ -728,8 +805,12 @@ if __name__ == "__main__":
         logs |= {f"time/{name}": seconds for name, seconds in timings.items()}
         logs |= {"time/physics_s": t1 - t0, "time/update_s": t3 - t2}
         logs["charts/episodic_return"] = env_rewards.sum(0).mean()
+        if "success" in infos:  # of the episode that ends here
+            logs["charts/success_rate"] = infos["success"].mean()
         logs["charts/SPS"] = (global_step - first_step) / (t3 - first_time)
         line = f"step {global_step:,}  return {logs['charts/episodic_return']:.1f}"
+        if "success" in infos:
+            line += f"  success {infos['success'].mean():.2f}"
         if use_clip:
             logs["charts/clip_reward"] = rewards.mean()
             logs["charts/episodic_clip_return"] = rewards.sum(0).mean()
@@ -766,7 +847,6 @@ if __name__ == "__main__":
 
     envs.close()
     bar.close()
-    writer.close()
     tenth = max(1, len(history) // 10)
     first, last = np.mean(history[:tenth]), np.mean(history[-tenth:])
     speed = (global_step - first_step) / (time.perf_counter() - first_time)
@@ -774,6 +854,22 @@ if __name__ == "__main__":
     print(f"{args.reward} reward per step: {first:.4f} in the first tenth, {last:.4f} in the last")
     if best_reward > -math.inf:
         print(f"best rollout of the learned policy: {best_reward:.4f} (checkpoints/best.pt)")
+    episodes = args.eval_episodes if args.eval_episodes is not None else 100 * classic
+    if episodes and best_reward > -math.inf and global_step >= args.total_timesteps:
+        # The paper, too, judges the policy that had the highest reward in training
+        best = torch.load(run_dir / "checkpoints/best.pt", map_location=device, weights_only=True)
+        actor.load_state_dict(best["actor"])
+        result = evaluate(args, actor, episodes, device)
+        result["checkpoint_step"] = best["global_step"]
+        (run_dir / "evaluation.json").write_text(json.dumps(result, indent=2))
+        for name in ("success_rate", "episodic_return"):
+            if name in result:
+                writer.add_scalar(f"eval/{name}", result[name], global_step)
+        line = f"evaluation of checkpoints/best.pt: {episodes} episodes"
+        if "success_rate" in result:
+            line += f", success {100 * result['success_rate']:.0f} %"
+        print(line + f", return {result['episodic_return']:.1f}")
+    writer.close()
     print(f"videos and checkpoints are in {run_dir}\ncurves: tensorboard --logdir {args.runs_dir}")
     if signals and global_step < args.total_timesteps:
         print(f"stopped before the end; go on with: python {sys.argv[0]} --resume {run_dir}")

@@ -5,10 +5,12 @@ Runs the training script as a user would, for a few rollouts, and reads its even
     python benchmarks/pipeline.py                                  # tiny_clip on this CPU
     python benchmarks/pipeline.py --clip-model ViT-L-14/random --render-size 480 \
         --reward-devices cuda:0 --num-envs 32                      # a GPU
+    python benchmarks/pipeline.py --env-id CartPole-v1             # DQN: dqn_clip_classic.py
     python benchmarks/pipeline.py --json pipeline.json
 
-Defaults: the paper's update ratio (100 updates per rollout of 32 x 100 steps, batch 512) with the
-embedded CLIP at its own resolution.
+Defaults: the paper's update ratio with the embedded CLIP at its own resolution. That is, with SAC,
+100 updates of 512 transitions per rollout of 32 x 100 steps; for CartPole and MountainCar with DQN,
+200 updates of 64 per 200 steps, in rollouts of 8 x 200 steps.
 """
 
 import json
@@ -41,18 +43,25 @@ class Args:
     """auto, light or full"""
     reward_devices: tuple[str, ...] = ()
     """as in the script"""
-    num_envs: int = 32
-    """parallel environments"""
-    episode_length: int = 100
-    """steps per rollout of each environment"""
-    gradient_steps: int = 100
-    """updates per rollout"""
-    batch_size: int = 512
-    """transitions per update"""
+    num_envs: int | None = None
+    """parallel environments, default: 32, DQN 8"""
+    episode_length: int | None = None
+    """steps per rollout of each environment, default: 100, DQN 200"""
+    gradient_steps: int | None = None
+    """updates per rollout, default: 100, DQN 1600"""
+    batch_size: int | None = None
+    """transitions per update, default: 512, DQN 64"""
     rollouts: int = 6
     """measured rollouts (one more comes first and is not counted)"""
     json: str = ""
     """also write the table to this file"""
+
+
+# The paper's update ratio. How many environments share a rollout changes only how many pictures
+# the reward workers get at once.
+SAC = dict(num_envs=32, episode_length=100, gradient_steps=100, batch_size=512)
+DQN_TASKS = ("CartPole-v1", "MountainCar-v0")
+DQN = dict(num_envs=8, episode_length=200, gradient_steps=1600, batch_size=64)
 
 
 def crossing_bytes(env_id):
@@ -60,12 +69,15 @@ def crossing_bytes(env_id):
 
     From the environment's process: reward and the two flags (as Gymnasium's worker pickles them)
     and the pickled info with the physics state. To the reward workers and back: state and reward
-    in shared memory.
+    in shared memory. Classic control steps in the script's own process.
     """
     from multiprocessing.reduction import ForkingPickler
 
+    from egl_render import CLASSIC_STATE_SIZES
     from sac_clip_humanoid import make_env
 
+    if env_id in CLASSIC_STATE_SIZES:
+        return 8 * CLASSIC_STATE_SIZES[env_id] + 4
     env = make_env(env_id, scene="states")()
     env.reset(seed=0)
     _, reward, terminated, truncated, info = env.step(env.action_space.sample())
@@ -79,16 +91,18 @@ def run(args):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     steps = args.num_envs * args.episode_length
+    dqn = args.env_id in DQN_TASKS
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
-            str(ROOT / "sac_clip_humanoid.py"),
-            *("--target-prompt", "a humanoid robot kneeling", "--runs-dir", folder),
+            str(ROOT / ("dqn_clip_classic.py" if dqn else "sac_clip_humanoid.py")),
+            *("--target-prompt", "any words: they are embedded once", "--runs-dir", folder),
             *("--total-timesteps", str(steps * (args.rollouts + 1)), "--learning-starts", "0"),
-            *("--video-freq", "0", "--allow-slow"),
+            *("--video-freq", "0", "--eval-episodes", "0", "--allow-slow"),
         ]
+        not_flags = ("rollouts", "json") + ("render_quality",) * dqn
         for key, value in asdict(args).items():
-            if key not in ("rollouts", "json") and value != ():
+            if key not in not_flags and value != ():
                 values = value if isinstance(value, tuple) else (value,)
                 command += ["--" + key.replace("_", "-"), *map(str, values)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -104,29 +118,36 @@ def run(args):
 
 def main():
     args = tyro.cli(Args, description=__doc__)
+    for name, value in (DQN if args.env_id in DQN_TASKS else SAC).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     scalars = run(args)
     steps = args.num_envs * args.episode_length
-    counts = {
-        "physics": (steps, scalars["time/physics_s"], "steps/s"),
-        "render": (steps, scalars["time/render_s"], "frames/s"),
-        "CLIP": (steps, scalars["time/clip_s"], "frames/s"),
-        "update": (args.gradient_steps, scalars["time/update_s"], "updates/s"),
-        "end to end": (steps, scalars["wall"], "steps/s"),
-    }
     device = "cpu"
     if any(d.startswith("cuda") for d in args.reward_devices) or not args.reward_devices:
         import torch
 
         device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else device
+    render, clip = scalars["time/render_s"], scalars["time/clip_s"]
+    # a CUDA worker draws and scores at the same time
+    reward = render + clip if device == "cpu" else np.maximum(render, clip)
+    counts = {
+        "physics": (steps, scalars["time/physics_s"], "steps/s"),
+        "render": (steps, render, "frames/s"),
+        "CLIP": (steps, clip, "frames/s"),
+        "render + CLIP": (steps, reward, "frames/s"),
+        "update": (args.gradient_steps, scalars["time/update_s"], "updates/s"),
+        "end to end": (steps, scalars["wall"], "steps/s"),
+    }
     print(f"{args.env_id}, {args.clip_model}, {args.render_size} px, {args.num_envs} environments,")
     print(f"{args.gradient_steps} updates of {args.batch_size} per {steps} steps;", end=" ")
     print(f"{os.cpu_count()} cores ({platform.machine()}), {device}, {time.strftime('%Y-%m-%d')}")
     table = {}
-    print(f"{'stage':>12} {'s/rollout':>10} {'units/s':>9}   (median of {args.rollouts} rollouts)")
+    print(f"{'stage':>13} {'s/rollout':>10} {'units/s':>9}   (median of {args.rollouts} rollouts)")
     for stage, (count, seconds, unit) in counts.items():
         seconds = float(np.median(seconds))
         table[stage] = {"seconds_per_rollout": seconds, unit: count / max(seconds, 1e-9)}
-        print(f"{stage:>12} {seconds:>10.2f} {count / max(seconds, 1e-9):>9.0f}   {unit}")
+        print(f"{stage:>13} {seconds:>10.2f} {count / max(seconds, 1e-9):>9.0f}   {unit}")
     crossing = crossing_bytes(args.env_id)
     print(f"beside observation and action {crossing} bytes a step cross a process boundary")
     if args.json:

@@ -20,17 +20,23 @@ def python(*arguments, code=0):
     return run
 
 
-def test_pipeline_prints_every_stage(tmp_path):
+@pytest.mark.parametrize("env_id", ["Humanoid-v5", "MountainCarContinuous-v0", "CartPole-v1"])
+def test_pipeline_prints_every_stage(tmp_path, env_id):
     small = ["--num-envs", 2, "--episode-length", 10, "--gradient-steps", 2, "--rollouts", 2]
     result = tmp_path / "pipeline.json"
-    printed = python("benchmarks/pipeline.py", *small, "--json", result).stdout
-    stages = ("physics", "render", "CLIP", "update", "end to end")
-    assert all(stage in printed for stage in stages) and "bytes a step" in printed
+    script = "benchmarks/pipeline.py"
+    printed = python(script, "--env-id", env_id, *small, "--json", result).stdout
+    stages = ("physics", "render", "CLIP", "render + CLIP", "update", "end to end")
+    assert all(f"{stage} " in printed for stage in stages) and "bytes a step" in printed
     result = json.loads(result.read_text())
     assert set(result["stages"]) == set(stages)
     rates = [unit for stage in result["stages"].values() for unit in stage.values()]
     assert all(rate > 0 for rate in rates)
+    together, render = (result["stages"][name]["frames/s"] for name in ("render + CLIP", "render"))
+    assert together <= render
     assert result["crossing_bytes_per_step"] <= 1024
+    batch_size = result["args"]["batch_size"]
+    assert batch_size == (64 if env_id == "CartPole-v1" else 512), "the paper's, by algorithm"
 
 
 def test_plot_runs_averages_the_end_and_draws(tmp_path):

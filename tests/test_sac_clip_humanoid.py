@@ -132,6 +132,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     run(*base, "--runs-dir", tmp_path / "whole", "--total-timesteps", 120)
     run(*base, "--runs-dir", tmp_path / "half", "--total-timesteps", 72)
     half = only_run(tmp_path / "half")
+    saved = json.loads((half / "args.json").read_text())
+    del saved["eval_episodes"], saved["random_repeat"]  # as in runs older than these flags
+    (half / "args.json").write_text(json.dumps(saved))
     run("--resume", half, "--total-timesteps", 120)
     one = torch.load(only_run(tmp_path / "whole") / "checkpoints/step_120.pt", weights_only=True)
     two = torch.load(half / "checkpoints/step_120.pt", weights_only=True)
@@ -153,6 +156,44 @@ def test_any_continuous_task_through_frames(tmp_path):
     assert list((folder / "videos").glob("*.mp4"))
 
 
+def test_mountain_car_from_its_state_to_its_evaluation(tmp_path):
+    """No OpenGL, the goal of the task as success rate, and the best checkpoint judged by it."""
+    import clip_reward
+    import egl_render
+
+    base = [*TINY, *SMALL, "--env-id", sac.MOUNTAIN_CAR, "--video-freq", 24, "--eval-episodes", 3]
+    base += ["--random-repeat", 5]
+    process = run(*base, "--total-timesteps", 72, "--runs-dir", tmp_path, MUJOCO_GL="disable")
+    folder = only_run(tmp_path)
+    values, _ = scalars(folder)
+    assert [event.value for event in values["charts/success_rate"]] == [0, 0, 0]  # in 12 steps
+    stored = torch.load(folder / "checkpoints/replay_buffer.pt", weights_only=True)
+    observations, actions, rewards = stored["rings"]
+    changes = (actions[0].diff(dim=0) != 0).all(1)[:, 0]
+    assert (1 + changes.nonzero()[:, 0]).tolist() == [5, 10], "random actions held for 5 steps"
+    # float32 observations are this task's very state: a fresh renderer and CLIP agree
+    frames = egl_render.ClassicRenderer(sac.MOUNTAIN_CAR, 64, textured=True).render(
+        observations[0, 1:, 1].double().numpy()
+    )
+    clip = clip_reward.load_clip("local-dir:tiny_clip")
+    expected = clip_reward.CLIPReward(clip, [TINY[1]])(torch.from_numpy(frames))
+    torch.testing.assert_close(rewards[0, :, 1], expected, atol=2e-3, rtol=0)
+
+    result = json.loads((folder / "evaluation.json").read_text())
+    assert result.keys() == {"episodes", "success_rate", "episodic_return", "checkpoint_step"}
+    assert (result["episodes"], result["success_rate"]) == (3, 0)
+    (event,) = values["eval/episodic_return"]
+    assert event.step == 72 and event.value == pytest.approx(result["episodic_return"])
+    assert values["eval/success_rate"][0].value == 0
+    best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
+    assert result["checkpoint_step"] == best["global_step"]
+    assert "evaluation of checkpoints/best.pt: 3 episodes, success 0 %, return" in process.stdout
+    video = next((folder / "videos").glob("*_24.mp4"))
+    import imageio.v2 as imageio
+
+    assert np.stack(imageio.mimread(video)).shape[1:] == (400, 600, 3)
+
+
 def test_looks_and_compressed_observations_are_options(tmp_path):
     looks = ["--no-textured", "--camera", "default", "--camera-distance", 6, "--symlog"]
     run(*TINY, *SMALL, *looks, "--total-timesteps", 24, "--runs-dir", tmp_path / "other")
@@ -172,6 +213,7 @@ def test_ground_truth_needs_no_prompt_and_no_gl(tmp_path):
     run(*arguments, MUJOCO_GL="disable")
     values, _ = scalars(only_run(tmp_path))
     assert "charts/clip_reward" not in values and len(values["charts/episodic_return"]) == 4
+    assert "charts/success_rate" not in values and "eval/episodic_return" not in values
 
 
 def test_wandb_offline(tmp_path):
@@ -238,10 +280,14 @@ BAD = [
     (PROMPT | dict(reward_alpha=float("nan")), "reward-alpha"),
     (PROMPT | dict(reward_alpha=0.5, baseline_prompt=()), "--baseline-prompt"),
     (PROMPT | dict(reward_alpha=0.5, baseline_prompt=PROMPT["target_prompt"]), "is the target"),
+    (PROMPT | dict(reward_alpha=0.5, env_id=sac.MOUNTAIN_CAR), "--baseline-prompt"),
     (PROMPT | dict(entropy_coef=0.0), "--entropy-coef"),
+    (PROMPT | dict(eval_episodes=-1), "--eval-episodes -1"),
+    (PROMPT | dict(random_repeat=0), "--random-repeat 0"),
     (PROMPT | dict(env_id="Humanoid-v55"), "Humanoid"),
     (PROMPT | dict(env_id="Nonsense"), "no such environment"),
-    (PROMPT | dict(env_id="CartPole-v1"), "discrete actions"),
+    (PROMPT | dict(env_id="CartPole-v1"), "use dqn_clip_classic.py"),
+    (PROMPT | dict(env_id="MountainCar-v0"), "use dqn_clip_classic.py"),
     (PROMPT | dict(reward_devices=("cuda:99",)), "cuda:99 does not exist"),
     (PROMPT | dict(reward_devices=("gpu",)), "gpu"),
     (PROMPT | dict(num_envs=0), "--num-envs 0"),
@@ -318,6 +364,69 @@ def test_humanoid_episodes_have_a_fixed_length_and_little_info():
     assert data.qpos[2] < 1.0
     np.testing.assert_array_equal(info["states"], np.concatenate([data.qpos, data.qvel]))
     assert crossing_bytes("Humanoid-v5") <= 1024
+
+
+@pytest.mark.parametrize("env_id, baseline", [("Humanoid-v5", 1), ("Ant-v5", 0)])
+def test_the_humanoid_has_a_baseline_prompt_of_its_own(env_id, baseline, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sac", "--env-id", env_id])
+    assert sac.parse_args().baseline_prompt == ("a humanoid robot",) * baseline
+    monkeypatch.setattr(sys, "argv", ["sac", "--env-id", env_id, "--baseline-prompt", "a thing"])
+    assert sac.parse_args().baseline_prompt == ("a thing",)
+
+
+def swing(observation):
+    """Full force along the velocity: reaches the goal from anywhere within 150 steps."""
+    return np.array([1.0 if observation[1] >= 0 else -1.0], np.float32)
+
+
+def test_the_goal_of_the_mountain_car_absorbs():
+    env = sac.make_env(sac.MOUNTAIN_CAR, scene="states")()
+    plain = gym.make(sac.MOUNTAIN_CAR).unwrapped  # Gymnasium's own, for comparison
+    observation, _ = env.reset(seed=4)
+    plain.reset(seed=4)
+    arrived, steps = None, 0
+    for t in range(250):
+        action = swing(observation)
+        observation, reward, terminated, truncated, info = env.step(action)
+        assert not terminated and not truncated and info["states"].dtype == np.float64
+        np.testing.assert_array_equal(info["states"], observation)
+        if arrived is None:
+            expected, expected_reward, reached, *_ = plain.step(action)
+            np.testing.assert_array_equal(observation, expected)
+            assert reward == pytest.approx(expected_reward) and info["success"] == reached
+            if reached:
+                assert observation[0] >= plain.goal_position == 0.45 and reward > 99
+                arrived, steps = observation.copy(), t
+        else:
+            np.testing.assert_array_equal(observation, arrived)
+            assert reward == 0 and info["success"]
+    assert arrived is not None and 50 < steps < 200
+    env.reset(seed=5)
+    assert not env.step(np.zeros(1, np.float32))[4]["success"], "a new episode starts anew"
+
+
+class Swinger(torch.nn.Module):
+    """An actor's interface around `swing`, with a spread that an evaluation must not use."""
+
+    def forward(self, observations):
+        mean = torch.where(observations[:, 1:2] >= 0, 20.0, -20.0)
+        return mean, torch.full_like(mean, 3.0)
+
+    def to_env(self, actions):
+        return actions
+
+
+def test_evaluation_plays_the_mean_action_on_its_own_starts():
+    args = sac.Args(env_id=sac.MOUNTAIN_CAR, num_envs=4, episode_length=200)
+    result = sac.evaluate(args, Swinger(), 6, "cpu")  # not a multiple of the environments
+    assert result["episodes"] == 6 and result["success_rate"] == 1
+    # 100 at the goal, -0.1 for every step at full force until then
+    assert 100 - 20 < result["episodic_return"] < 100 - 5
+    assert result == sac.evaluate(args, Swinger(), 6, "cpu")
+    args.episode_length = 20  # too short
+    assert sac.evaluate(args, Swinger(), 6, "cpu")["success_rate"] == 0
+    args.env_id = "Pendulum-v1"
+    assert "success_rate" not in sac.evaluate(args, Swinger(), 1, "cpu")
 
 
 def small_space():
