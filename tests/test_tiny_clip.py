@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiny_clip import data, evaluate, poses, train
+from tiny_clip import classic, data, evaluate, poses, train
 
 ROOT = Path(poses.__file__).resolve().parent.parent
 MODEL = ROOT / "tiny_clip" / "open_clip_model.safetensors"
@@ -104,6 +104,46 @@ def test_the_papers_prompts_are_captions_and_the_baseline_is_always_true():
     assert len(rewordings) > 20 and all("kneel" in text for text in rewordings)
 
 
+def test_the_papers_classic_prompts_are_captions():
+    """Table of prompts in arXiv 2310.12921, appendix A."""
+    first = {name: lines[0] for name, lines in classic.CAPTIONS.items()}
+    assert first["upright"] == "pole vertically upright on top of the cart"
+    assert first["cart"] == "pole and cart"
+    assert first["peak"] == "a car at the peak of the mountain, next to the yellow flag"
+    assert first["mountain"] == "a car in the mountain"
+    reworded = {data.reworded(first["peak"], np.random.default_rng(i)) for i in range(50)}
+    assert len(reworded) > 10 and not any("robot" in text or "stone" in text for text in reworded)
+
+
+def test_truth_of_classic_states_has_its_maximum_at_the_goal():
+    angles = np.linspace(-np.pi, np.pi, 721)
+    states = np.zeros((721, 4))
+    states[:, 2] = angles
+    upright = classic.truth_of("cartpole", states)["upright"]
+    assert angles[upright.argmax()] == pytest.approx(0, abs=1e-9)
+    assert (np.diff(upright[360:]) < 0).all() and upright[0] == pytest.approx(0, abs=1e-9)
+    turned = classic.truth_of("cartpole", states + [[0, 0, 2 * np.pi, 0]])["upright"]
+    np.testing.assert_allclose(turned, upright, atol=1e-9)
+    x = np.linspace(-1.2, 0.6, 181)
+    for scene, goal in (("mountain", 0.5), ("mountain_continuous_plain", 0.45)):
+        truth = classic.truth_of(scene, np.stack([x, 0 * x], 1))
+        assert x[truth["peak"].argmax()] == pytest.approx(goal, abs=0.03)
+        assert (truth["mountain"] == 1).all() and (truth["upright"] == 0).all()
+        assert abs(x[truth["peak"].argmin()] + 0.52) < 0.1  # the bottom of the valley
+
+
+def test_a_classic_job_gives_pictures_of_its_scene_and_only_its_own_concepts():
+    pictures, truth, weight, _ = data.draw_job(data.Job(3, "mountain_plain", 120))
+    assert pictures.shape == (120, 3, 64, 64) and pictures.dtype == np.uint8
+    mine = np.array([concept in classic.CAPTIONS for concept in data.CONCEPTS])
+    assert (truth[:, ~mine] == 0).all() and (weight[:, mine] == 1).all()
+    assert weight[:, ~mine].max() < 0.5
+    assert (truth[:, data.CONCEPTS.index("mountain")] == 1).all()
+    assert (pictures > 245).mean() > 0.8  # a line, a car and a flag on white
+    again = data.draw_job(data.Job(3, "mountain_plain", 120))
+    assert np.array_equal(pictures, again[0]) and np.array_equal(truth, again[1])
+
+
 def test_truth_of_kneeling_rises_on_the_way_down():
     qpos = poses.blend("kneeling", np.random.default_rng(8), np.linspace(0, 1, 9))
     degree = data.degrees(poses.describe(qpos))
@@ -158,6 +198,22 @@ def test_the_shipped_model_keeps_its_promises_on_new_states():
         pictures = evaluate.draw(renderer, poses.blend(goal, rng, t))
         assert evaluate.spearman(t, judge.score(judge.embed(pictures), goal)) > 0.7
     renderer.close()
+
+
+@pytest.mark.parametrize("scene, concept, column, low, high, goal, most", [
+    ("cartpole", "upright", 2, -np.pi, np.pi, 0.0, 0.05),
+    ("mountain", "peak", 0, -1.2, 0.6, 0.5, 0.1),
+    ("mountain_continuous", "peak", 0, -1.2, 0.6, 0.45, 0.1),
+])  # fmt: skip
+def test_the_shipped_model_knows_the_classic_goals(scene, concept, column, low, high, goal, most):
+    judge, rng = evaluate.Judge("local-dir:tiny_clip", "cpu"), np.random.default_rng(77_778)
+    line = np.zeros((181, 4 if scene == "cartpole" else 2))
+    line[:, column] = np.linspace(low, high, 181)
+    along = judge.score(judge.embed(classic.draw(scene, line, 64, rng)), concept)
+    assert abs(line[along.argmax(), column] - goal) <= most
+    states = classic.sample_states(scene, rng, 150)  # carts everywhere on the track
+    scores = judge.score(judge.embed(classic.draw(scene, states, 96, rng)), concept)
+    assert evaluate.spearman(classic.truth_of(scene, states)[concept], scores) > 0.9
 
 
 def test_the_model_is_small_half_precision_and_has_its_card():
