@@ -1,0 +1,366 @@
+"""Does a state do what the prompt says? A function `states -> bool` for every task of the paper.
+
+    task = judges.TASKS["kneeling"]
+    task.criterion                                    # in words
+    task.judge(states)                                # [B, S] float64 -> [B] bool
+    judges.judge_humanoid(states)                     # {task: [B] bool}, at the cost of one
+
+The criteria are those by which arXiv 2310.12921 judges its videos (appendix on the humanoid's
+tasks), put into numbers with MuJoCo's geometry and contacts. They share no code with the pose
+library in tiny_clip/, but where a limit had to be drawn between two tasks, or between kneeling and
+toppling, it was drawn by looking at samples of that library and at frames of a training run. They
+are strict about what the words say and lenient about style: where the arms are while it kneels, how
+straight it stands, whether it rocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import gymnasium
+import numpy as np
+
+import egl_render
+
+# ------------------------------------------------------------------------------ what is measured
+
+REACH = 0.10  # m above the floor up to which contacts are looked for at all
+TOUCH = 0.06  # m: what is nearer is on the floor to the eye; a robot that rocks is never flat on it
+KNEE_TOUCH = 0.08  # m: the same for knees; up to there a run's pictures show one that kneels
+KNEE = 0.12  # m from the knee joint: a contact of shin or thigh within that is one of the knee
+SIDES = ("right", "left")
+OUTWARD = np.array([[1, -1, 1], [1, 1, 1]])  # of right and left
+PARTS = {
+    "trunk": ("torso1", "head", "uwaist", "lwaist"),
+    "pelvis": ("butt",),
+    "arms": ("right_uarm1", "right_larm", "right_hand", "left_uarm1", "left_larm", "left_hand"),
+}
+
+
+@functools.lru_cache(1)
+def _humanoid():
+    """Gymnasium's humanoid that notices the floor from REACH on: (mujoco, model, data)."""
+    import mujoco
+
+    assets = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets")
+    model = mujoco.MjModel.from_xml_path(os.path.join(assets, "humanoid.xml"))
+    model.geom_margin[model.geom("floor").id] = REACH  # nothing is stepped with this model
+    return mujoco, model, mujoco.MjData(model)
+
+
+def _outside(point, corners):
+    """Distance [m] of a point [2] from the convex hull of corners [K, 2]: 0 inside, inf for K=0."""
+    if not len(corners):
+        return math.inf
+    way = corners - point
+    angles = np.sort(np.arctan2(way[:, 1], way[:, 0]))
+    if np.diff(angles, append=angles[0] + 2 * np.pi).max() < np.pi:
+        return 0.0
+    # the nearest point of the hull lies on a segment between two corners (or is one of them)
+    start, along = way[:, None], way[None] - way[:, None]
+    t = -(start * along).sum(-1) / np.maximum((along**2).sum(-1), 1e-12)
+    return float(np.linalg.norm(start + np.clip(t, 0, 1)[..., None] * along, axis=-1).min())
+
+
+def measure(states):
+    """Geometry and contacts of humanoid states.
+
+    Args:
+        states: [B, 24] qpos or [B, 47] qpos and qvel, float64 (m, unit quaternion, radians and
+            their rates). Without qvel the robot is taken to be at rest.
+    Returns:
+        dict of arrays, lengths in m:
+        up [B]: z of the torso's upward axis, 1 is upright.
+        head, pelvis [B]: heights of their centres.
+        imbalance [B]: by how much the extrapolated centre of mass, com + velocity sqrt(height / g)
+            (Hof et al. 2005, J. Biomechanics 38), lies outside the hull of the contacts with the
+            floor; inf in the air.
+        trunk, pelvis_floor, arms [B]: gap to the floor of torso, head and waist; of the pelvis; of
+            arms and hands. inf beyond REACH.
+        foot, shin, thigh, knee [B, 2] (right, left): gap to the floor. A knee is what shin and
+            thigh have within KNEE of the joint.
+        bend [B, 2]: angle of the knee in radians, 0 is straight.
+        shin_front [B, 2]: z of the shin's front, -1 where it lies on the floor as in kneeling.
+        knee_at, foot_at [B, 2, 3]: place relative to the pelvis: forward as the robot faces,
+            outward to that side, up; horizontal axes (no meaning where |up| is small).
+        hand_at [B, 2, 3]: place of the hand relative to the torso in the torso's own axes: forward,
+            outward, up. elbow_at likewise. The torso's centre is 6 cm below the shoulders, the
+            hips are 47 cm below it.
+        hand_hip [B, 2]: gap between the hand and the nearest of pelvis, lower waist and thighs.
+    Raises:
+        ValueError: wrong number of columns.
+    """
+    states = np.asarray(states, np.float64)
+    if states.ndim != 2 or states.shape[1] not in (24, 47):
+        raise ValueError(f"humanoid states must be [B, 24] or [B, 47], not {states.shape}")
+    mujoco, model, data = _humanoid()
+    geom = {model.geom(i).name: i for i in range(model.ngeom)}
+    body = {model.body(i).name: i for i in range(model.nbody)}
+    names = [model.geom(i).name for i in range(model.ngeom)]
+    hips = [geom[name] for name in ("butt", "lwaist", "right_thigh1", "left_thigh1")]
+    hand_ids = [geom[f"{side}_hand"] for side in SIDES]
+    bends = [model.joint(f"{side}_knee").qposadr[0] for side in SIDES]
+    n = len(states)
+    single = "up head pelvis imbalance trunk pelvis_floor arms".split()
+    double = "foot shin thigh knee bend shin_front hand_hip".split()
+    facts = {name: np.full(n, np.inf) for name in single}
+    facts |= {name: np.full((n, 2), np.inf) for name in double}
+    facts |= {f"{name}_at": np.empty((n, 2, 3)) for name in ("knee", "foot", "hand", "elbow")}
+    gaps = {name: facts["pelvis_floor" if name == "pelvis" else name] for name in PARTS}
+    part_of = {name: part for part, members in PARTS.items() for name in members}
+    for b, state in enumerate(states):
+        data.qpos[:] = state[:24]
+        data.qvel[:] = state[24:] if state.size > 24 else 0
+        # the part of mj_forward that knows no forces: positions, contacts, velocities
+        mujoco.mj_fwdPosition(model, data)
+        mujoco.mj_fwdVelocity(model, data)
+        mujoco.mj_subtreeVel(model, data)
+        at, torso = data.geom_xpos, data.xmat[body["torso"]].reshape(3, 3)
+        knees = [data.xpos[body[f"{side}_shin"]] for side in SIDES]
+        contacts = data.contact
+        on_floor = (contacts.geom == geom["floor"]).any(1)
+        others = contacts.geom.sum(1)[on_floor] - geom["floor"]
+        dist, pos = contacts.dist[on_floor], contacts.pos[on_floor]
+        support = pos[dist <= TOUCH, :2]
+        for other, gap, place in zip(others, dist, pos):
+            if names[other] in part_of:
+                part = gaps[part_of[names[other]]]
+                part[b] = min(part[b], gap)
+                continue
+            side, limb = names[other].rstrip("1").split("_")
+            side = SIDES.index(side)
+            facts[limb][b, side] = min(facts[limb][b, side], gap)
+            if limb != "foot" and np.linalg.norm(place - knees[side]) <= KNEE:
+                facts["knee"][b, side] = min(facts["knee"][b, side], gap)
+        com, velocity = data.subtree_com[body["torso"]], data.subtree_linvel[body["torso"]]
+        ahead = math.sqrt(max(com[2], 0.05) / -model.opt.gravity[2])  # s
+        facts["imbalance"][b] = _outside((com + ahead * velocity)[:2], support)
+        facts["up"][b], facts["head"][b] = torso[2, 2], at[geom["head"], 2]
+        pelvis = at[geom["butt"]]
+        facts["pelvis"][b] = pelvis[2]
+        forward = torso[:2, 0] / max(np.hypot(*torso[:2, 0]), 1e-9)
+        level = np.array([[*forward, 0], [-forward[1], forward[0], 0], [0, 0, 1]])
+        for i, side in enumerate(SIDES):
+            facts["bend"][b, i] = -state[bends[i]]
+            facts["shin_front"][b, i] = data.xmat[body[f"{side}_shin"]].reshape(3, 3)[2, 0]
+            facts["knee_at"][b, i] = level @ (knees[i] - pelvis)
+            facts["foot_at"][b, i] = level @ (at[geom[f"{side}_foot"]] - pelvis)
+            elbow = data.xpos[body[f"{side}_lower_arm"]]
+            facts["hand_at"][b, i] = torso.T @ (at[hand_ids[i]] - data.xpos[body["torso"]])
+            facts["elbow_at"][b, i] = torso.T @ (elbow - data.xpos[body["torso"]])
+            facts["hand_hip"][b, i] = min(
+                mujoco.mj_geomDistance(model, data, hand_ids[i], hip, 2.0, None) for hip in hips
+            )
+    for name in ("knee_at", "foot_at", "hand_at", "elbow_at"):
+        facts[name] *= OUTWARD
+    return facts
+
+
+# ------------------------------------------------------------------------------ criteria
+
+BALANCE = 0.2  # m of `imbalance` that one who stands may have and not be falling
+KNEELING_BALANCE = 0.3  # its hull is wide and its fall short: looked at in a training run's frames
+
+
+def _stands(f):
+    """Upright on one foot or both and nothing else, legs not folded, not about to fall."""
+    on_feet_only = (f["trunk"] > TOUCH) & (f["pelvis_floor"] > TOUCH) & (f["arms"] > TOUCH)
+    on_feet_only &= (np.minimum(f["shin"], f["thigh"]).min(1) > TOUCH) & _feet(f).any(1)
+    upright = (f["up"] > 0.85) & (f["pelvis"] > 0.7)  # within 32 degrees; straight legs: 0.86 m
+    return on_feet_only & upright & (f["imbalance"] < BALANCE)
+
+
+def _feet(f):
+    return f["foot"] <= TOUCH
+
+
+def _raised(f):
+    """Both hands above the head (its crown is 0.28 m above the torso's centre)."""
+    return (f["hand_at"][..., 2] > 0.25).all(1)
+
+
+def _on_hips(f):
+    """Both hands at the waist or the pelvis, each at its own side; not in front, not hanging."""
+    forward, outward, up = np.moveaxis(f["hand_at"], -1, 0)
+    near = (f["hand_hip"] < 0.16) & (np.abs(forward) < 0.13) & (outward > 0.1) & (outward < 0.31)
+    return (near & (up > -0.46) & (up < -0.25)).all(1)
+
+
+def _crossed(f):
+    """The hands have passed each other in front of the chest: the forearms cross."""
+    forward, outward, up = np.moveaxis(f["hand_at"], -1, 0)
+    return (outward.sum(1) < -0.04) & ((forward > 0.1) & (up > -0.25) & (up < 0.2)).all(1)
+
+
+def _standing(f):
+    special = _raised(f) | _on_hips(f) | _crossed(f)
+    return _stands(f) & _feet(f).all(1) & ~special
+
+
+def _kneeling(f):
+    knees = (f["knee"] <= KNEE_TOUCH) & (f["bend"] > 1.0) & (f["shin_front"] < -0.3)
+    torso_up = (f["up"] > 0.7) & (f["trunk"] > TOUCH)
+    return knees.all(1) & torso_up & (f["imbalance"] < KNEELING_BALANCE)
+
+
+def _seated(f):
+    return (f["pelvis_floor"] <= TOUCH) & (f["trunk"] > TOUCH) & (f["up"] > 0.7)
+
+
+def _lotus(f):
+    knees = (f["pelvis"][:, None] + f["knee_at"][..., 2] < 0.26) & (f["bend"] > 1.5)
+    outward = f["knee_at"][..., 1]
+    inward = outward - f["foot_at"][..., 1]  # by how much the foot is nearer to the middle
+    return _seated(f) & (knees & (outward > 0.22) & (inward > 0.12)).all(1)
+
+
+def _splits(f):
+    straight = (f["bend"] < 0.5) & _feet(f) & (np.minimum(f["shin"], f["knee"]) <= TOUCH)
+    legs = f["foot_at"][..., :2]
+    sideways = np.arctan2(legs[..., 1], legs[..., 0])  # 0 is forward, pi / 2 to its own side
+    open_enough = (sideways > 0.5).all(1) & (sideways.sum(1) > math.radians(105))
+    open_enough &= (sideways < 2.6).all(1)
+    return _seated(f) & straight.all(1) & open_enough
+
+
+HUMANOID = {
+    "standing": _standing,
+    "arms_raised": lambda f: _stands(f) & _feet(f).all(1) & _raised(f),
+    "hands_on_hips": lambda f: _stands(f) & _feet(f).all(1) & _on_hips(f),
+    "arms_crossed": lambda f: _stands(f) & _feet(f).all(1) & _crossed(f),
+    "one_leg": lambda f: _stands(f) & ~_feet(f).all(1),
+    "kneeling": _kneeling,
+    "lotus": _lotus,
+    "splits": _splits,
+}
+
+
+def judge_humanoid(states):
+    """All eight tasks at once: {task: [B] bool} of states as in `measure`."""
+    facts = measure(states)
+    return {name: holds(facts) for name, holds in HUMANOID.items()}
+
+
+# ------------------------------------------------------------------------------ tasks
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of the paper: its prompts, its criterion in words, and the judge of a state."""
+
+    name: str
+    env_ids: tuple[str, ...]
+    target_prompt: str
+    baseline_prompt: str
+    criterion: str
+    judge: Callable  # states [B, S] float64 -> [B] bool
+
+
+def _cart_pole(states):
+    """CartPole-v1's own rule: the angle at most 12 degrees, the cart at most 2.4 from the middle"""
+    states = np.asarray(states, np.float64)
+    upright = np.abs(states[:, 2]) <= math.radians(12)
+    return upright & (np.abs(states[:, 0]) <= 2.4)
+
+
+def _at_goal(goal, states):
+    return np.asarray(states, np.float64)[:, 0] >= goal
+
+
+def _humanoid_task(name, target_prompt, criterion):
+    def judge(states):
+        return HUMANOID[name](measure(states))
+
+    env_ids = ("Humanoid-v5", "Humanoid-v4")
+    return Task(name, env_ids, target_prompt, "a humanoid robot", criterion, judge)
+
+
+def _mountain_task(name, env_id):
+    return Task(
+        name,
+        (env_id,),
+        "a car at the peak of the mountain, next to the yellow flag",
+        "a car in the mountain",
+        "The car is at the flag or beyond it.",
+        functools.partial(_at_goal, egl_render.MOUNTAIN_GOALS[env_id]),
+    )
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "cartpole",
+            ("CartPole-v1",),
+            "pole vertically upright on top of the cart",
+            "pole and cart",
+            "The pole is within 12 degrees of upright and the cart on its track.",
+            _cart_pole,
+        ),
+        _mountain_task("mountain_car", "MountainCar-v0"),
+        _mountain_task("mountain_car_continuous", "MountainCarContinuous-v0"),
+        _humanoid_task(
+            "kneeling",
+            "a humanoid robot kneeling",
+            "Both knees are on the floor with the shins folded back, the torso is up, and it is "
+            "neither falling nor in the air. Sitting on the heels counts; crawling, squatting and "
+            "one knee do not.",
+        ),
+        _humanoid_task(
+            "lotus",
+            "a humanoid robot seated down, meditating in the lotus position",
+            "It sits on the floor with the torso up, both legs folded: knees near the floor and "
+            "outwards, feet inwards. (Its joints let no knee lower than 12 cm above the floor.)",
+        ),
+        _humanoid_task(
+            "standing",
+            "a humanoid robot standing up",
+            "It stands upright on both feet with its legs not folded and is not falling. The arms "
+            "may be anywhere but where another task wants them: raised, on the hips or crossed.",
+        ),
+        _humanoid_task(
+            "arms_raised",
+            "a humanoid robot standing up, with both arms raised",
+            "It stands upright on both feet, and both hands are above its head.",
+        ),
+        _humanoid_task(
+            "splits",
+            "a humanoid robot practicing gymnastics, doing the side splits",
+            "It sits on the floor with the torso up, both legs straight, on the floor and spread "
+            "sideways by 105 degrees or more. (Its hips open to 126.)",
+        ),
+        _humanoid_task(
+            "hands_on_hips",
+            "a humanoid robot standing up with hands on hips",
+            "It stands upright on both feet with each hand at its side's hip or the base of the "
+            "waist; not on the chest, not in front, not hanging down the thighs.",
+        ),
+        _humanoid_task(
+            "arms_crossed",
+            "a humanoid robot standing up, with its arms crossed",
+            "It stands upright on both feet and its forearms cross in front of the chest, each "
+            "hand on the other arm's side. Hands that only touch do not count.",
+        ),
+        _humanoid_task(
+            "one_leg",
+            "a humanoid robot standing up on one leg",
+            "It stands upright and balanced, with one foot on the floor and nothing else.",
+        ),
+    )
+}
+
+
+def task_for(env_id, target_prompts=()):
+    """The task that a run was about: the environment's only one, or the one with that prompt.
+
+    Returns:
+        Task, or None where the prompt is not one of the paper's.
+    """
+    here = [task for task in TASKS.values() if env_id in task.env_ids]
+    if len(here) == 1:
+        return here[0]
+    return next((task for task in here if [task.target_prompt] == list(target_prompts)), None)

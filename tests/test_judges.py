@@ -1,0 +1,170 @@
+"""The judges against the pose library, of whose code they use none, and against states by hand."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import judges
+from tiny_clip import poses
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    """{pose: {task: [30] bool}} on samples of the library."""
+    rng = np.random.default_rng(77)
+    samples = {name: poses.sample(name, rng, 30) for name in poses.POSE_NAMES}
+    return {name: judges.judge_humanoid(qpos) for name, qpos in samples.items()}
+
+
+def test_every_task_of_the_library_has_a_judge_and_its_criterion_in_words():
+    assert set(judges.HUMANOID) == set(poses.TASKS)
+    for name, task in poses.TASKS.items():
+        assert judges.TASKS[name].target_prompt == task["target_prompt"]
+        assert judges.TASKS[name].baseline_prompt == task["baseline_prompt"]
+    for task in judges.TASKS.values():
+        assert len(task.criterion.split()) > 7 and task.criterion.endswith((".", ".)"))
+    assert "poses" not in inspect.getsource(judges.measure) + inspect.getsource(judges._kneeling)
+
+
+@pytest.mark.parametrize("pose", poses.POSE_NAMES)
+def test_a_pose_passes_its_own_judge_and_no_other(verdicts, pose):
+    for task, passed in verdicts[pose].items():
+        if task == pose:
+            assert passed.all(), f"{task} rejects {np.flatnonzero(~passed)} of its own poses"
+        else:
+            assert not passed.any(), f"{task} accepts {np.flatnonzero(passed)} of {pose}"
+
+
+@pytest.mark.parametrize("task", [name for name in judges.HUMANOID if name != "standing"])
+def test_a_blend_from_standing_switches_once(task):
+    for seed in range(3):
+        path = poses.blend(task, np.random.default_rng(seed), np.linspace(0, 1, 41))
+        passed = judges.judge_humanoid(path)
+        changes = np.diff(passed[task].astype(int))
+        assert not passed[task][0] and passed[task][-1] and np.abs(changes).sum() == 1
+        assert passed["standing"][0] and not passed["standing"][-1]
+
+
+def moved(qpos, **velocity):
+    """States [B, 47] of qpos [B, 24] whose torso has the given velocity."""
+    qvel = np.zeros((len(qpos), 23))
+    for axis, value in velocity.items():
+        qvel[:, "xyz".index(axis)] = value
+    return np.concatenate([qpos, qvel], 1)
+
+
+@pytest.mark.parametrize("task", judges.HUMANOID)
+def test_at_rest_both_forms_of_a_state_get_the_same_verdict(task):
+    qpos = poses.sample(task, np.random.default_rng(3), 4)
+    assert judges.TASKS[task].judge(qpos).tolist() == [True] * 4
+    assert judges.TASKS[task].judge(moved(qpos)).tolist() == [True] * 4
+
+
+@pytest.mark.parametrize("task", judges.HUMANOID)
+def test_in_the_air_nothing_counts(task):
+    qpos = poses.sample(task, np.random.default_rng(3), 4)
+    qpos[:, 2] += 0.3
+    assert not judges.TASKS[task].judge(qpos).any()
+
+
+@pytest.mark.parametrize("task", ["standing", "kneeling", "one_leg", "arms_raised"])
+def test_who_is_thrown_over_is_falling_and_who_sways_is_not(task):
+    qpos = poses.sample(task, np.random.default_rng(3), 4)
+    assert not judges.TASKS[task].judge(moved(qpos, x=4.0)).any()
+    assert judges.TASKS[task].judge(moved(qpos, x=0.2, y=-0.2)).all()
+
+
+def test_kneeling_wants_both_knees_and_the_torso_up():
+    qpos = poses.sample("kneeling", np.random.default_rng(8), 8)
+    tall = qpos[np.abs(qpos[:, 13]) < 1.8]  # thighs upright, the right knee bent by 90 degrees
+    assert len(tall)
+    one_knee = tall.copy()  # the right foot set up in front, the thigh level
+    one_knee[:, 12], one_knee[:, 13] = np.radians(-90), np.radians(-90)
+    assert not judges.TASKS["kneeling"].judge(one_knee).any()
+    bent = tall.copy()
+    for state in bent:  # the whole robot leans by 60 degrees, about the knees
+        lean = poses._mul(state[3:7], poses._quat([0, 1, 0], np.radians(60)))
+        state[3:7] = lean
+        poses.put_down(state)
+    assert not judges.TASKS["kneeling"].judge(bent).any()
+
+
+def test_arms_crossed_needs_more_than_hands_that_touch():
+    rng = np.random.default_rng(5)
+    kneeling = poses.sample("kneeling", rng, 40)
+    standing = poses.sample("standing", rng)[0]
+    facts = judges.measure(kneeling)
+    meeting = kneeling[np.abs(facts["hand_at"][..., 1]).max(1) < 0.09]  # hands as in prayer
+    assert len(meeting)
+    for arms in meeting[:, 18:24]:
+        state = standing.copy()
+        state[18:24] = arms
+        assert not judges.TASKS["arms_crossed"].judge(state[None])[0]
+        assert judges.TASKS["standing"].judge(state[None])[0]
+
+
+def test_verdicts_do_not_depend_on_place_heading_or_company():
+    rng = np.random.default_rng(6)
+    qpos = np.concatenate([poses.sample(name, rng, 2) for name in judges.HUMANOID])
+    turned = qpos.copy()
+    turned[:, :2] += rng.uniform(-5, 5, (len(qpos), 2))
+    for state in turned:
+        state[3:7] = poses._mul(poses._quat([0, 0, 1], rng.uniform(0, 6)), state[3:7])
+    together, apart = judges.judge_humanoid(qpos), judges.judge_humanoid(turned)
+    for name, passed in together.items():
+        np.testing.assert_array_equal(passed, apart[name])
+        one_by_one = [judges.TASKS[name].judge(state[None])[0] for state in qpos[:4]]
+        assert passed[:4].tolist() == one_by_one
+
+
+def test_measure_agrees_with_the_library_on_heights_and_wants_humanoid_states():
+    qpos = poses.sample("kneeling", np.random.default_rng(9), 5)
+    facts, reference = judges.measure(qpos), poses.describe(qpos)
+    for name in ("up", "head", "pelvis"):
+        np.testing.assert_allclose(facts[name], reference[name], atol=1e-9)
+    for i, side in enumerate(judges.SIDES):
+        foot = reference[f"{side}_foot"]
+        near = foot < judges.REACH - 0.01
+        np.testing.assert_allclose(facts["foot"][near, i], foot[near], atol=1e-6)
+        for j, axis in enumerate("xyz"):
+            place = facts["hand_at"][:, i, j]
+            np.testing.assert_allclose(place, reference[f"{side}_hand_{axis}"], atol=1e-9)
+    assert all(len(passed) == 0 for passed in judges.judge_humanoid(np.empty((0, 47))).values())
+    with pytest.raises(ValueError, match=r"\[B, 24\] or \[B, 47\], not \(3, 30\)"):
+        judges.measure(np.zeros((3, 30)))
+
+
+def test_distance_from_a_hull():
+    square = np.array([[0, 0], [1, 0], [1, 1], [0, 1.0]])
+    assert judges._outside(np.array([0.5, 0.5]), square) == 0
+    assert judges._outside(np.array([2.0, 0.5]), square) == pytest.approx(1)
+    assert judges._outside(np.array([2.0, 2.0]), square) == pytest.approx(2**0.5)
+    assert judges._outside(np.array([0.5, 0.3]), square[:2]) == pytest.approx(0.3)
+    assert judges._outside(np.array([3.0, 4.0]), square[:1]) == pytest.approx(5)
+    assert judges._outside(np.array([3.0, 4.0]), square[:0]) == np.inf
+
+
+def test_classic_tasks_are_judged_by_the_environments_own_rules():
+    import gymnasium as gym
+
+    degrees = np.radians([0, 11.9, -11.9, 12.1, 180, 0])
+    states = np.zeros((6, 4))
+    states[:, 2], states[5, 0] = degrees, 2.5
+    assert judges.TASKS["cartpole"].judge(states).tolist() == [True] * 3 + [False] * 3
+    env = gym.make("CartPole-v1").unwrapped
+    assert env.theta_threshold_radians == pytest.approx(np.radians(12)) and env.x_threshold == 2.4
+    for name, env_id in (
+        ("mountain_car", "MountainCar-v0"),
+        ("mountain_car_continuous", "MountainCarContinuous-v0"),
+    ):
+        goal = gym.make(env_id).unwrapped.goal_position
+        states = np.array([[goal, 0], [goal + 0.05, 0], [goal - 0.001, 0.07], [-1.2, 0]])
+        assert judges.TASKS[name].judge(states).tolist() == [True, True, False, False]
+
+
+def test_the_task_of_a_run():
+    assert judges.task_for("MountainCar-v0", ("anything",)).name == "mountain_car"
+    assert judges.task_for("Humanoid-v5", ("a humanoid robot kneeling",)).name == "kneeling"
+    assert judges.task_for("Humanoid-v5", ["a humanoid robot dancing"]) is None
+    assert judges.task_for("HalfCheetah-v5", ["a humanoid robot kneeling"]) is None
