@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 GL_PACKAGES := libegl1 libgl1-mesa-dri libgles2
 
-.PHONY: help setup gl train test lint tensorboard tiny_clip clean
+.PHONY: help setup gl browser train test lint tensorboard tiny_clip clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -33,6 +33,17 @@ gl: $(VENV)/.installed
 			echo "that was not possible here; as root: apt-get update && apt-get install -y $(GL_PACKAGES)"; \
 			exit 1; }; }
 
+# The browser in which the labelling page is tested.
+browser:
+	@command -v chromedriver >/dev/null || { \
+		echo "no chromedriver found; installing Chromium to test the labelling page"; \
+		if ! command -v apt-get >/dev/null; then SUDO=false; \
+		elif [ "$$(id -u)" = 0 ]; then SUDO=""; \
+		else SUDO="sudo -n"; fi; \
+		$$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null \
+			|| echo "that was not possible here: two tests will fail and say what to install"; }
+
 # About 8 minutes on two cores once everything is installed. More updates a step than the paper, and
 # observations compressed, so that something is learned in minutes; with a GPU and the real CLIP see
 # the README.
@@ -42,7 +53,7 @@ train: setup
 		--learning-starts 4800 --gradient-steps 300 --batch-size 256 --entropy-coef 0.05 --symlog \
 		--video-freq 16000 --checkpoint-freq 16000
 
-test: setup
+test: setup browser
 	$(PY) -m pytest
 
 lint: setup
