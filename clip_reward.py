@@ -13,6 +13,7 @@ Source: "Vision-Language Models are Zero-Shot Reward Models for Reinforcement Le
 
 import atexit
 import difflib
+import itertools
 import logging
 import multiprocessing.connection
 import os
@@ -368,12 +369,27 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
             raise
         tokenizer = _StandInTokenizer(getattr(model, "context_length", 64))
     model.eval().requires_grad_(False)
+    if hasattr(model.visual, "layer1"):  # CLIP's residual networks
+        _fold_batch_norm(model.visual)
     model.visual.to(dtypes[precision])  # before the move: the device never holds it in float32
     model.to(device)
     if device.type == "cpu" and hasattr(model.visual, "layer1"):
         model.visual.to(memory_format=torch.channels_last)  # convolutions: the frames come so
     preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
     return LoadedCLIP(name, model, tokenizer, preprocess, device, dtypes[precision])
+
+
+def _fold_batch_norm(module):
+    """Make one convolution of each and the batch norm that follows it: the same function of an
+    evaluated network but for rounding, and less memory to go through."""
+    from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+    for (name, conv), (next_name, norm) in itertools.pairwise(module.named_children()):
+        if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+            setattr(module, name, fuse_conv_bn_eval(conv, norm))
+            setattr(module, next_name, nn.Identity())
+    for child in module.children():
+        _fold_batch_norm(child)
 
 
 # ------------------------------------------------------------------------------ the reward

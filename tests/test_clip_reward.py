@@ -341,3 +341,21 @@ def test_no_worker_outlives_a_killed_parent():
     parent.kill()
     parent.wait()
     assert not helpers.wait_until_gone(everyone, 15)
+
+
+@pytest.mark.parametrize("name", ["local-dir:tiny_clip", "RN50/random"])
+def test_folding_batch_norm_away_changes_no_embedding(name):
+    clip = load_clip(name)
+    if name.endswith("random"):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            theirs = open_clip.create_model("RN50-quickgelu", load_weights=False).eval()
+    else:
+        theirs = open_clip.create_model(name, require_pretrained=True).eval()
+    assert any(isinstance(part, torch.nn.BatchNorm2d) for part in theirs.modules())
+    assert not any(isinstance(part, torch.nn.BatchNorm2d) for part in clip.model.modules())
+    size = clip.preprocess.size[0]
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, expected = clip.model.encode_image(images, True), theirs.encode_image(images, True)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
