@@ -372,14 +372,15 @@ def sky_texture(rng, size=512, cover=0.5, haze=(0.80, 0.86, 0.91), zenith=(0.22,
     ridge = 0.03 + 0.07 * np.interp(np.arange(0, 512, 0.25), np.arange(512), clouds[0], period=512)
     v, u = (np.mgrid[:size, :size] + 0.5) / size * 2 - 1
     one = np.ones_like(u)
-    # directions in the world frame (z up) of each face's pixels, row 0 at the face's top
+    # Directions of each face's pixels, row 0 at the face's top, z up. MuJoCo shows the faces as if
+    # seen from outside, so this is the world in a mirror (y to -y).
     faces = {
         "right": (one, -u, -v),
         "left": (-one, u, -v),
-        "up": (-v, -u, one),
-        "down": (v, -u, -one),
-        "front": (-u, -one, -v),
-        "back": (u, one, -v),
+        "up": (u, v, one),
+        "down": (u, -v, -one),
+        "front": (u, one, -v),
+        "back": (-u, -one, -v),
     }
     pictures = []
     for x, y, z in faces.values():

@@ -330,6 +330,21 @@ def test_tensorboard_really_gets_the_video(tmp_path):
     assert np.abs(np.asarray(picture.convert("RGB")).astype(int) - frames[5]).mean() < 20
 
 
+@pytest.mark.parametrize("elevation", [30, 45])
+@pytest.mark.parametrize("azimuth", range(0, 360, 45))
+def test_the_sky_has_no_seams(azimuth, elevation):
+    """Faces of the sky meet at azimuths 45, 135, ... and, above 0, 90, ..., at elevation 45."""
+    model = textured_model(gym.make("Humanoid-v5").unwrapped.fullpath)
+    camera = egl_render.Camera(1.0, azimuth, elevation, (0.0, 0.0, 60.0))  # nothing but sky
+    renderer = MujocoRenderer(model, 120, camera, "light")
+    frame = renderer.render(np.zeros((1, model.nq + model.nv)))[0].astype(float)
+    renderer.close()
+    for axis in (0, 1):
+        others = 1 - axis, 2
+        steps = np.abs(np.diff(frame, axis=axis)).mean(others)  # between neighbouring lines
+        assert steps.max() < 2.5 * np.quantile(steps, 0.9), steps.argmax()
+
+
 # ------------------------------------------------------------------------------ classic control
 
 CLASSIC_BOUNDS = {
