@@ -193,9 +193,15 @@ def parse_args() -> Args:
         raise UsageError(f"--resume {run_dir}: not the folder of a run, it has no args.json")
     if not list(run_dir.glob("checkpoints/step_*.pt")):
         raise UsageError(f"--resume {run_dir}: no checkpoint there (checkpoints/step_*.pt)")
-    saved = json.loads((run_dir / "args.json").read_text())
-    if not saved.keys() <= vars(args).keys():
+    try:
+        saved = json.loads((run_dir / "args.json").read_text())
+        foreign = not saved.keys() <= vars(args).keys()
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"--resume {run_dir}: its args.json is damaged") from error
+    if foreign:
         raise UsageError(f"--resume {run_dir}: the run of another script, {saved.get('exp_name')}")
+    if not (run_dir / "checkpoints/replay_buffer.pt").is_file():
+        raise UsageError(f"--resume {run_dir}: it has no checkpoints/replay_buffer.pt")
     saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
     args = tyro.cli(Args, default=saved)
     args.runs_dir = saved.runs_dir = str(run_dir.resolve().parent)
@@ -260,7 +266,7 @@ def check_env(env_id: str) -> None:
     try:
         if isinstance(gym.make(env_id).action_space, gym.spaces.Box):
             problem = "has continuous actions; use sac_clip_humanoid.py"
-    except (gym.error.Error, ImportError):
+    except (gym.error.Error, ImportError, ValueError):
         pass  # no such task, or not installed
     raise UsageError(f"--env-id {env_id}: {problem}")
 
@@ -570,7 +576,9 @@ if __name__ == "__main__":
         updates, best_reward = checkpoint["updates"], checkpoint["best_reward"]
         history = checkpoint["history"]
         scores.extend(checkpoint["scores"])
-        buffer.load_state_dict(torch.load(folder / "replay_buffer.pt", weights_only=True))
+        buffer.load_state_dict(
+            torch.load(folder / "replay_buffer.pt", map_location="cpu", weights_only=True)
+        )
         if buffer.count != global_step:
             print("WARNING: the replay buffer is newer than the checkpoint", file=sys.stderr)
 
@@ -611,7 +619,8 @@ if __name__ == "__main__":
         t0 = time.perf_counter()
         exploration_steps = args.exploration_fraction * args.total_timesteps
         epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-        explore = rng.random((T, N)) < (epsilon if learned else 1)
+        epsilon = epsilon if learned else 1.0
+        explore = rng.random((T, N)) < epsilon
         any_action = rng.integers(action_count, size=(T, N))
 
         def policy(t, observations):
@@ -715,7 +724,11 @@ if __name__ == "__main__":
     speed = (global_step - first_step) / (time.perf_counter() - first_time)
     print(f"{global_step:,} steps, {updates:,} updates, {speed:.0f} steps/s")
     print(f"{args.reward} reward per step: {first:.4f} in the first tenth, {last:.4f} in the last")
-    if best_reward > -math.inf:
+    if best_reward == -math.inf:
+        print(
+            f"no checkpoints/best.pt: less than {args.best_window} rollouts with a learned policy"
+        )
+    else:
         print(f"best policy in training: {best_reward:.4f} (checkpoints/best.pt)")
     if args.eval_episodes and best_reward > -math.inf and global_step >= args.total_timesteps:
         # The paper, too, judges the policy that had the highest reward in training

@@ -847,7 +847,7 @@ def mountain_scene(rng=None, goal=0.5):
         index = np.searchsorted(visible[:, i], height[:, i])
         hit = index < depth
         color[hit, i] = ground[depth - 1 - index[hit], i]
-    corner = (slice(100, 400), slice(1100, None))
+    corner = (slice(100, 400), slice(1080, None))  # from x = 0.42 on
     _paint_flag(color[corner], x[corner], height[corner], goal)
     return _bytes(color.reshape(600, 2, 600, 2, 3).mean((1, 3)))
 

@@ -1425,8 +1425,10 @@ def check_landscape(args: Landscape) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {args.out} cannot be written: {error.strerror}") from error
-    if not os.access(args.out.parent, os.W_OK):
-        raise UsageError(f"--out {args.out} cannot be written: no permission")
+    for path in (args.out, args.out.with_suffix(".csv")):
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+        if path.is_dir() or not writable:
+            raise UsageError(f"--out {args.out}: {path} cannot be written")
     frames = len(SWEEPS) * args.points
     clip_reward.check_cost(
         args.clip_model, [args.device], frames, args.allow_slow, args.clip_cache_dir

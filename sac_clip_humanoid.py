@@ -214,7 +214,15 @@ def parse_args() -> Args:
         raise UsageError(f"--resume {run_dir}: not the folder of a run, it has no args.json")
     if not list(run_dir.glob("checkpoints/step_*.pt")):  # replay_buffer.pt is written before it
         raise UsageError(f"--resume {run_dir}: no checkpoint there (checkpoints/step_*.pt)")
-    saved = json.loads((run_dir / "args.json").read_text())
+    try:
+        saved = json.loads((run_dir / "args.json").read_text())
+        foreign = not saved.keys() <= vars(args).keys()
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"--resume {run_dir}: its args.json is damaged") from error
+    if foreign:
+        raise UsageError(f"--resume {run_dir}: the run of another script, {saved.get('exp_name')}")
+    if not (run_dir / "checkpoints/replay_buffer.pt").is_file():
+        raise UsageError(f"--resume {run_dir}: it has no checkpoints/replay_buffer.pt")
     saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
     args = tyro.cli(Args, default=saved)
     args.runs_dir = saved.runs_dir = str(run_dir.resolve().parent)

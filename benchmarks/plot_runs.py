@@ -61,9 +61,10 @@ def main():
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for run, (steps, values) in curves.items():
         axes.plot(steps, values, lw=0.8, alpha=0.6, label=run.name.split("__")[2])
-    shortest = min(len(values) for _, values in curves.values())
-    mean = np.mean([values[:shortest] for _, values in curves.values()], axis=0)
-    axes.plot(next(iter(curves.values()))[0][:shortest], mean, lw=2, color="black", label="mean")
+    first = max(steps[0] for steps, _ in curves.values())
+    grid = np.linspace(first, min(steps[-1] for steps, _ in curves.values()), 300)
+    mean = np.mean([np.interp(grid, *curve) for curve in curves.values()], axis=0)
+    axes.plot(grid, mean, lw=2, color="black", label="mean")
     axes.set(xlabel="environment steps", ylabel=args.scalar, title=args.title)
     axes.legend(title="seed", frameon=False, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)

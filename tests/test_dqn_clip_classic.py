@@ -345,6 +345,13 @@ def test_what_cannot_be_resumed(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["dqn_clip_classic.py", "--resume", str(other)])
     with pytest.raises(UsageError, match="another script, sac_clip_humanoid"):
         dqn.parse_args()
+    (other / "args.json").write_text('{"exp_name": "dqn_clip_classic"}')
+    with pytest.raises(UsageError, match="it has no checkpoints/replay_buffer.pt"):
+        dqn.parse_args()
+    for damaged in ("", "{", "[1]"):
+        (other / "args.json").write_text(damaged)
+        with pytest.raises(UsageError, match="args.json is damaged"):
+            dqn.parse_args()
     monkeypatch.setattr(sys, "argv", [*sys.argv[:2], str(folder), "--total-timesteps", "200"])
     args = dqn.parse_args()
     assert args.total_timesteps == 200 and args.hidden_size == 32

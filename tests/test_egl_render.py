@@ -419,6 +419,21 @@ def test_textured_mountain_has_sky_snow_rock_grass_and_a_flag():
     assert relief > 4  # rock, not a flat colour
 
 
+@pytest.mark.parametrize(
+    "env_id, goal", [("MountainCar-v0", 0.5), ("MountainCarContinuous-v0", 0.45)]
+)
+def test_the_flag_stands_at_the_goal(env_id, goal):
+    frame = egl_render.ClassicRenderer(env_id, 600, True).render(np.array([[-0.5, 0.0]]))[0]
+    foot = 500 - (np.sin(3 * goal) * 0.45 + 0.55) * 600 / 1.8  # row of the ground below it
+    sky = egl_render.mountain_scene(goal=9.0)  # no flag
+    added = np.abs(
+        frame[int(foot) - 30 : int(foot) - 5].astype(int) - sky[int(foot) - 30 : int(foot) - 5]
+    )
+    columns = np.flatnonzero(added.sum(-1).mean(0) > 8)  # of the pole alone
+    assert 3 <= len(columns) <= 4
+    assert columns.mean() + 0.5 == pytest.approx((goal + 1.2) * 600 / 1.8, abs=0.6)
+
+
 def test_varied_landscapes_differ_and_the_canonical_one_does_not():
     scenes = [egl_render.mountain_scene(np.random.default_rng(seed)) for seed in (1, 2)]
     assert np.abs(scenes[0].astype(int) - scenes[1]).mean() > 10

@@ -505,3 +505,17 @@ def test_replay_keeps_transitions_together_across_the_ring():
     one = buffer.sample(50)
     torch.manual_seed(3)
     assert all(torch.equal(a, b) for a, b in zip(one, copy.sample(50)))
+
+
+def test_foreign_and_damaged_runs_are_not_resumed(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step_1.pt").touch()
+    monkeypatch.setattr(sys, "argv", ["sac_clip_humanoid.py", "--resume", str(tmp_path)])
+    for content, message in (
+        ('{"exp_name": "dqn_clip_classic", "double": true}', "another script, dqn_clip_classic"),
+        ('{"exp_name": "sac_clip_humanoid"}', "it has no checkpoints/replay_buffer.pt"),
+        ('{"exp_name": "sac', "args.json is damaged"),
+    ):
+        (tmp_path / "args.json").write_text(content)
+        with pytest.raises(UsageError, match=message):
+            sac.parse_args()
