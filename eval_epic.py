@@ -839,8 +839,7 @@ class Epic:
 def check_epic(args: Epic):
     """(dataset, task or None, prompts, labels [N] with nan for unlabelled, whether they are goal or
     not). Raises UsageError for what cannot work, before anything slow."""
-    if not args.reward_alpha or not all(0 <= alpha <= 1 for alpha in args.reward_alpha):
-        raise UsageError(f"--reward-alpha {args.reward_alpha} is outside [0, 1]")
+    check_alphas(args.reward_alpha)
     for name in ("samples", "resamples", "clip_batch_size"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1")
@@ -885,6 +884,11 @@ def check_epic(args: Epic):
     return dataset, task, prompts, labels
 
 
+def check_alphas(alphas):
+    if not alphas or not all(0 <= alpha <= 1 for alpha in alphas):
+        raise UsageError(f"--reward-alpha {alphas} is outside [0, 1]")
+
+
 def check_device(device):
     try:
         torch.empty(1, device=device)
@@ -904,12 +908,17 @@ def dataset_rewards(args: Epic, model, prompts, dataset, rows):
             frames = np.stack([dataset.frame(index) for index in chunk])
             embeddings.append(reward.embed_images(torch.from_numpy(frames)))
             bar.update(len(chunk))
-    embeddings, rewards = torch.cat(embeddings), {}
     if max(args.reward_alpha) > 0 and torch.dist(reward.g, reward.b) < 1e-6:
         raise UsageError(f"{model}: target and baseline prompt are the same to it; change one")
-    for reward.alpha in args.reward_alpha:
+    return rewards_by_alpha(reward, torch.cat(embeddings), args.reward_alpha), parameters
+
+
+def rewards_by_alpha(reward, embeddings, alphas):
+    """{alpha: [K] float64} of pictures that were embedded once, [K, D]."""
+    rewards = {}
+    for reward.alpha in alphas:
         rewards[reward.alpha] = reward.reward(embeddings).double().cpu().numpy()
-    return rewards, parameters
+    return rewards
 
 
 def own_reward(env_id):
@@ -1356,8 +1365,11 @@ class Sweep:
     index: int  # of the coordinate in the state
     state_size: int
     goal: float  # where the reward should be largest
-    target_prompt: str
-    baseline_prompt: str
+
+    @property
+    def task(self):
+        """judges.Task: prompts, and which states are goal states."""
+        return judges.task_for(self.env_id)
 
     def states(self, count):
         """(values [count], states [count, S]) float64."""
@@ -1366,23 +1378,12 @@ class Sweep:
         states[:, self.index] = values
         return values, states
 
-    def is_goal(self, values):
-        """The tasks' own criterion: within 12 degrees of upright; at or beyond the flag."""
-        if self.env_id == "CartPole-v1":
-            return np.abs(values) <= math.radians(12)
-        return values >= self.goal
 
-
-CARTPOLE_PROMPTS = ("pole vertically upright on top of the cart", "pole and cart")
-MOUNTAIN_PROMPTS = (
-    "a car at the peak of the mountain, next to the yellow flag",
-    "a car in the mountain",
-)
 MOUNTAIN = ("position", (-1.2, 0.6), 0, 2, egl_render.MOUNTAIN_GOALS["MountainCar-v0"])
 SWEEPS = (
-    Sweep("CartPole-v1", False, "pole angle (rad)", (-np.pi, np.pi), 2, 4, 0.0, *CARTPOLE_PROMPTS),
-    Sweep("MountainCar-v0", False, *MOUNTAIN, *MOUNTAIN_PROMPTS),
-    Sweep("MountainCar-v0", True, *MOUNTAIN, *MOUNTAIN_PROMPTS),
+    Sweep("CartPole-v1", False, "pole angle (rad)", (-np.pi, np.pi), 2, 4, 0.0),
+    Sweep("MountainCar-v0", False, *MOUNTAIN),
+    Sweep("MountainCar-v0", True, *MOUNTAIN),
 )
 
 
@@ -1412,8 +1413,7 @@ class Landscape:
 
 def check_landscape(args: Landscape) -> None:
     """Raises UsageError for what cannot work, before anything slow."""
-    if not args.reward_alpha or not all(0 <= alpha <= 1 for alpha in args.reward_alpha):
-        raise UsageError(f"--reward-alpha {args.reward_alpha} is outside [0, 1]")
+    check_alphas(args.reward_alpha)
     for name, least in (("points", 3), ("render_size", 1), ("clip_batch_size", 1)):
         if getattr(args, name) < least:
             flag = name.replace("_", "-")
@@ -1437,20 +1437,18 @@ def check_landscape(args: Landscape) -> None:
 
 
 def sweep_rewards(sweep: Sweep, args: Landscape):
-    """Values [points] and, for every alpha, rewards [points], both float64."""
+    """Values [points], whether each is a goal state [points] bool and, for every alpha, rewards
+    [points] float64."""
     values, states = sweep.states(args.points)
     clip = clip_reward.load_clip(args.clip_model, args.device, cache_dir=args.clip_cache_dir)
-    reward = clip_reward.CLIPReward(clip, [sweep.target_prompt], [sweep.baseline_prompt])
+    prompts = [sweep.task.target_prompt], [sweep.task.baseline_prompt]
     renderer = egl_render.ClassicRenderer(sweep.env_id, args.render_size, sweep.textured)
-    embeddings = []
-    for chunk in np.array_split(states, math.ceil(len(states) / args.clip_batch_size)):
-        frames = torch.from_numpy(renderer.render(chunk))
-        embeddings.append(reward.embed_images(frames))
+    chunks = np.array_split(states, math.ceil(len(states) / args.clip_batch_size))
+    reward = clip_reward.CLIPReward(clip, *prompts)
+    embeddings = [reward.embed_images(torch.from_numpy(renderer.render(c))) for c in chunks]
     renderer.close()
-    embeddings, rewards = torch.cat(embeddings), {}
-    for reward.alpha in args.reward_alpha:  # pictures are embedded once for all of them
-        rewards[reward.alpha] = reward.reward(embeddings).double().cpu().numpy()
-    return values, rewards
+    rewards = rewards_by_alpha(reward, torch.cat(embeddings), args.reward_alpha)
+    return values, sweep.task.judge(states), rewards
 
 
 def rescaled(x):
@@ -1467,17 +1465,15 @@ def landscape(args: Landscape) -> None:
     rows = []
     for sweep, ax in zip(SWEEPS, axes):
         look = "textured" if sweep.textured else "plain"
-        values, rewards = sweep_rewards(sweep, args)
-        is_goal = sweep.is_goal(values)
-        print(f'{sweep.env_id} {look}, "{sweep.target_prompt}" / "{sweep.baseline_prompt}"')
+        values, is_goal, rewards = sweep_rewards(sweep, args)
+        task = sweep.task
+        print(f'{sweep.env_id} {look}, "{task.target_prompt}" / "{task.baseline_prompt}"')
         for (alpha, reward), color in zip(rewards.items(), colors):
             best, scaled = values[reward.argmax()], rescaled(reward)
-            constant = reward.std() < 1e-9
-            correlation = math.nan if constant else np.corrcoef(reward, is_goal)[0, 1]
             print(
                 f"  alpha {alpha:.2f}: largest at {best:+.3f}, {abs(best - sweep.goal):.3f} from "
-                f"the goal; Pearson correlation with goal / not goal {correlation:+.3f}; "
-                f"reward {reward.min():.3f} to {reward.max():.3f}"
+                f"the goal; Pearson correlation with goal / not goal "
+                f"{pearson(reward, is_goal):+.3f}; reward {reward.min():.3f} to {reward.max():.3f}"
             )
             ax.plot(values, scaled, color=color, lw=1.4, label=f"{alpha:g}")
             rows += [
@@ -1492,12 +1488,8 @@ def landscape(args: Landscape) -> None:
     axes[0].legend(title="alpha", frameon=False, fontsize="small")
     figure.suptitle(args.clip_model.removeprefix("local-dir:"), fontsize="medium")
     table = args.out.with_suffix(".csv")
-    figure.savefig(args.out, dpi=120)
-    with open(table, "w", newline="") as file:
-        writer = csv.writer(file)
-        head = "env_id look reward_alpha value reward rescaled is_goal"
-        writer.writerow(head.split())
-        writer.writerows(rows)
+    write_figure(figure, args.out)
+    write_csv(table, "env_id look reward_alpha value reward rescaled is_goal".split(), rows)
     print(f"wrote {args.out} and {table}")
 
 

@@ -1,8 +1,10 @@
 """Small picklable pieces that the tests hand to worker processes."""
 
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -136,3 +138,27 @@ def descendants(pid):
             found.append(child)
             queue.append(child)
     return found
+
+
+def run_script(command, code=0, **environment):
+    """Run a training script; returns the finished process after checking its exit code."""
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
+    assert process.returncode == code, process.stdout + process.stderr
+    return process
+
+
+def only_run(runs_dir):
+    """The one run folder in there."""
+    (folder,) = [path for path in Path(runs_dir).iterdir() if path.is_dir()]
+    return folder
+
+
+def scalars(folder):
+    """A run's TensorBoard events: {tag: scalar events}, {tag: image events}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0}).Reload()
+    values = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    return values, {tag: events.Images(tag) for tag in events.Tags()["images"]}

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
+from helpers import only_run, run_script, scalars
 
 import dqn_clip_classic as dqn
 import egl_render
@@ -44,29 +44,7 @@ def command(*arguments):
 
 
 def run(*arguments, code=0, **environment):
-    """Run the script; returns the finished process after checking its exit code."""
-    process = subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | environment,
-    )
-    assert process.returncode == code, process.stdout + process.stderr
-    return process
-
-
-def only_run(runs_dir):
-    (folder,) = [path for path in Path(runs_dir).iterdir() if path.is_dir()]
-    return folder
-
-
-def scalars(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0}).Reload()
-    values = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    return values, {tag: events.Images(tag) for tag in events.Tags()["images"]}
+    return run_script(command(*arguments), code, **environment)
 
 
 @pytest.fixture(scope="module")
