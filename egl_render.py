@@ -135,12 +135,16 @@ def setup_gl(device="cpu"):
     """Choose the GL backend for `device` and tell mujoco, best before mujoco is imported.
 
     mujoco makes its own choice while it is imported; where that came first, it is put right here.
+    Software draws in the calling thread, unless LP_NUM_THREADS says how many Mesa shall start.
 
     Returns:
         One line on what will draw, e.g. "EGL in software (Mesa)".
     Raises:
         GLError: no GL library, or PyOpenGL was imported before for another backend.
     """
+    # Mesa reads this when EGL initialises. Handing a small picture to other threads costs more than
+    # they save: 64 px in light quality take 1.3 times the CPU time with Mesa's two threads.
+    os.environ.setdefault("LP_NUM_THREADS", "0")
     environment, description = choose_gl(device)
     wanted, has = environment.get("MUJOCO_GL"), os.environ.get("MUJOCO_GL")
     if wanted != has and "OpenGL" in sys.modules:
@@ -213,6 +217,44 @@ def env_camera(env):
 QUALITIES = ("full", "light")
 
 
+@dataclass(frozen=True)
+class Light:
+    """What light quality draws. benchmarks/rendering.py measures what each of these costs and what
+    it does to the reward: in software the time goes into shadow maps, reflections, multisampling
+    and vertices, the floor's above all. Without the first three, at 64 px in CPU time, MuJoCo's
+    floor costs 3.7 ms a frame and this one 0.9, and the rewards are the same."""
+
+    shadowsize: int = 0  # px of the shadow map, 0: no shadows (MuJoCo's default: 4096)
+    samples: int = 0  # a pixel (4)
+    slices: int = 14  # facets around a capsule or sphere (28), as tiny_clip was trained with
+    stacks: int = 8  # facets along it (16)
+    floor_cells: int | None = 20  # squares along a plane's side, None: MuJoCo's (up to 200)
+
+
+LIGHT = Light()
+
+
+def _coarsen_planes(model, cells):
+    """Give the planes of `model` at most `cells` squares a side, and infinite ones a size.
+
+    MuJoCo draws an infinite plane as 200 x 200 squares, and in software these vertices are most of
+    a small frame's work. It bakes them into its GL context, so the model needs the sizes only
+    while that is made. MuJoCo keeps an infinite plane's middle near the camera.
+    """
+    import mujoco
+
+    sight = model.vis.map.zfar * model.stat.extent
+    for geom in np.flatnonzero(model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE):
+        size, material = model.geom_size[geom], model.geom_matid[geom]
+        for axis in np.flatnonzero(size[:2] <= 0):
+            # The texture of a finite plane starts at its corner, that of an infinite one in its
+            # middle: the same pattern where half a side is an odd number of repeats.
+            repeat = model.mat_texrepeat[material, axis] if material >= 0 else 0
+            tile = 1 / repeat if repeat > 0 else sight
+            size[axis] = tile * (2 * math.ceil(sight / tile / 2) + 1)
+        size[2] = max(size[2], 2 * size[:2].max() / cells)
+
+
 class MujocoRenderer:
     """Draws MuJoCo states without stepping; what it draws is what `env.render()` draws.
 
@@ -221,9 +263,7 @@ class MujocoRenderer:
         size: height and width of the frames in pixels.
         camera: a `Camera`; see `env_camera` and `PAPER_CAMERA`.
         quality: "full" leaves the model's own settings (MuJoCo's default: 4096 px shadow map, 4
-            samples a pixel). "light" is for software GL, where the time goes into shadow maps,
-            reflections, multisampling and vertices: none of the first three, half the facets. On
-            two cores at 96 px that is 450 frames/s against 20.
+            samples a pixel). "light" is for software GL: `LIGHT`.
     """
 
     def __init__(self, model, size=480, camera=PAPER_CAMERA, quality="full"):
@@ -237,15 +277,27 @@ class MujocoRenderer:
         self._nq, self._state_size = model.nq, model.nq + model.nv
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, size)
         model.vis.global_.offheight = max(model.vis.global_.offheight, size)
+        kept = model.geom_size.copy()
         if quality == "light":
-            model.vis.quality.shadowsize = 0
-            model.vis.quality.offsamples = 0
-            model.vis.quality.numslices = 14
-            model.vis.quality.numstacks = 8
+            model.vis.quality.shadowsize = LIGHT.shadowsize
+            model.vis.quality.offsamples = LIGHT.samples
+            model.vis.quality.numslices = LIGHT.slices
+            model.vis.quality.numstacks = LIGHT.stacks
             model.mat_reflectance[:] = 0
+            if LIGHT.floor_cells:
+                _coarsen_planes(model, LIGHT.floor_cells)
+        drawn = model.geom_size.copy()
         self._renderer = mujoco.Renderer(model, size, size, max_geom=1000)
+        model.geom_size[:] = kept
+        self._resized = []  # (the scene's geom of an infinite plane, the size to draw it with)
         if quality == "light":
-            self._renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = False
+            scene = self._renderer.scene
+            scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = LIGHT.shadowsize > 0
+            self._renderer.update_scene(self.data)
+            for geom in scene.geoms[: scene.ngeom]:
+                index = geom.objid
+                if geom.type == mujoco.mjtGeom.mjGEOM_PLANE and not kept[index, :2].all():
+                    self._resized.append((geom, drawn[index]))
         self._view = mujoco.MjvCamera()
         if camera.fixed_id >= 0:
             self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
@@ -286,6 +338,8 @@ class MujocoRenderer:
             if self.camera.track_body >= 0:
                 self._view.lookat[:2] = data.xpos[self.camera.track_body, :2]
             self._renderer.update_scene(data, self._view)
+            for geom, size in self._resized:
+                geom.size = size
             self._renderer.render(out=frame)
         return out
 

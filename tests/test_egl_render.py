@@ -127,6 +127,21 @@ def test_torchvision_can_be_imported_after_mesa():
     assert "(1, 32, 32, 3)" in printed
 
 
+@pytest.mark.parametrize("wanted, started", [(None, 0), ("2", 2)])
+def test_software_draws_in_the_calling_thread_unless_told_otherwise(monkeypatch, wanted, started):
+    monkeypatch.delenv("LP_NUM_THREADS", raising=False)  # this process has set it
+    if wanted:
+        monkeypatch.setenv("LP_NUM_THREADS", wanted)
+    printed = run_python("""
+        import egl_render, helpers, pathlib
+        if "EGL in software" in egl_render.setup_gl("cpu"):
+            helpers.make_humanoid_renderer(32).render(helpers.humanoid_states(1))
+            names = [p.read_text() for p in pathlib.Path("/proc/self/task").glob("*/comm")]
+            print(sum("llvmpipe" in name for name in names))
+    """)
+    assert printed.split() in ([], [str(started)])
+
+
 # ------------------------------------------------------------------------------ pictures
 
 
@@ -219,6 +234,35 @@ def test_render_fills_the_callers_buffer_and_checks_shapes():
         renderer.render(states[:, :10])
     with pytest.raises(ValueError, match="quality"):
         MujocoRenderer(renderer.model, 64, quality="best")
+    renderer.close()
+
+
+@pytest.mark.parametrize("textured", [False, True])
+def test_light_quality_draws_a_coarser_floor_that_looks_the_same(textured, monkeypatch):
+    coarse = helpers.make_humanoid_renderer(64, textured=textured)
+    monkeypatch.setattr(
+        egl_render, "LIGHT", dataclasses.replace(egl_render.LIGHT, floor_cells=None)
+    )
+    fine = helpers.make_humanoid_renderer(64, textured=textured)
+    np.testing.assert_array_equal(coarse.model.geom_size, fine.model.geom_size)
+    states = helpers.humanoid_states(6)
+    states[:, :2] += np.linspace(-9, 9, 6)[:, None]
+    difference = np.abs(coarse.render(states).astype(int) - fine.render(states))
+    if textured:  # MuJoCo's haze at the horizon comes with infinite planes only
+        horizon = difference.mean((0, 2, 3)).argmax()
+        assert 16 < horizon < 28
+        difference = np.delete(difference, [horizon - 1, horizon, horizon + 1], 1)
+    assert difference.mean() < 0.3
+    coarse.close()
+    fine.close()
+
+
+def test_the_textured_floor_never_ends():
+    renderer = helpers.make_humanoid_renderer(64, textured=True)
+    states = np.repeat(helpers.humanoid_states(1), 4, 0)
+    states[:, 0] += [0, 0, 1600, 1600]  # whole repeats of the flagstones
+    near, far = renderer.render(states)[[1, 3]]  # MuJoCo moves the floor one frame late
+    assert np.abs(near.astype(int) - far).mean() < 0.5
     renderer.close()
 
 
