@@ -15,6 +15,7 @@ import atexit
 import difflib
 import itertools
 import logging
+import math
 import multiprocessing.connection
 import os
 import signal
@@ -311,7 +312,7 @@ class _StandInTokenizer:
         return ids
 
 
-def load_clip(name, device="cpu", precision="auto", cache_dir=None):
+def load_clip(name, device="cpu", precision="auto", cache_dir=None, compile=False):
     """Load a CLIP-like model with its own tokenizer and preprocessing.
 
     Args:
@@ -320,8 +321,10 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
             architecture's first tag) or "ARCH/random:TAG" (of that tag), for tests and benchmarks.
         device: torch device.
         precision: "fp32", "bf16", "fp16" of the image tower, or "auto": fp16 on CUDA, else fp32.
-            The text tower is only used once per prompt and stays in float32.
+            The text tower is only used once per prompt: it stays in float32 in the host's memory.
         cache_dir: where downloads go; None is the libraries' own place.
+        compile: torch.compile the image tower, anew for every shape of a batch;
+            benchmarks/clip_speed.py measures what that gains. Ignored without CUDA.
     Returns:
         LoadedCLIP, in eval mode, without gradients.
     Raises:
@@ -346,15 +349,17 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
             f"WARNING: {name} has RANDOM weights; its reward means nothing (tests and benchmarks)",
             file=sys.stderr,
         )
-        with torch.random.fork_rng(devices=[]):
+        on = device if device.type == "cuda" else torch.device("cpu")  # which draws them in seconds
+        with torch.random.fork_rng(devices=[on] if on.type == "cuda" else []), on:
             torch.manual_seed(0)  # every worker must draw the same weights
             model = open_clip.create_model(
                 arch,
+                device=on,
                 load_weights=False,
                 pretrained_text=False,
                 force_preprocess_cfg={k: config[k] for k in keys if config.get(k)},
                 **options,
-            )
+            ).cpu()
     else:
         check_model(name, cache_dir)
         model = open_clip.create_model(
@@ -372,9 +377,11 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
     if hasattr(model.visual, "layer1"):  # CLIP's residual networks
         _fold_batch_norm(model.visual)
     model.visual.to(dtypes[precision])  # before the move: the device never holds it in float32
-    model.to(device)
+    model.visual.to(device)  # and nothing else: of ViT-bigG-14 the text tower is a quarter
     if device.type == "cpu" and hasattr(model.visual, "layer1"):
         model.visual.to(memory_format=torch.channels_last)  # convolutions: the frames come so
+    if compile and device.type == "cuda":
+        model.visual.compile(dynamic=False)
     preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
     return LoadedCLIP(name, model, tokenizer, preprocess, device, dtypes[precision])
 
@@ -442,9 +449,8 @@ class CLIPReward(nn.Module):
 
     @torch.no_grad()
     def _embed_prompts(self, prompts):
-        tokens = self.clip.tokenizer(list(prompts)).to(self.clip.device)
-        embeddings = self.model.encode_text(tokens).float()
-        return nn.functional.normalize(embeddings, dim=-1).mean(0)
+        embeddings = self.model.encode_text(self.clip.tokenizer(list(prompts))).float()
+        return nn.functional.normalize(embeddings, dim=-1).mean(0).to(self.clip.device)
 
     @torch.no_grad()
     def embed_images(self, frames):
@@ -472,9 +478,10 @@ def make_clip_reward(
     alpha=0.0,
     precision="auto",
     cache_dir=None,
+    compile=False,
 ):
     """What a worker calls to get its reward; bind all but `device` with functools.partial."""
-    clip = load_clip(clip_model, device, precision, cache_dir)
+    clip = load_clip(clip_model, device, precision, cache_dir, compile)
     return CLIPReward(clip, target_prompts, baseline_prompts, alpha)
 
 
@@ -485,8 +492,15 @@ class RewardWorkerError(RuntimeError):
     """A worker raised (its traceback is in the message) or died."""
 
 
+CPU_BATCH_SIZE = 256
+CUDA_BATCH_SIZES = [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]
+# No job is cut finer than this: tiny_clip on one core embeds 620 frames/s in batches of 16, 777 in
+# batches of 64, 801 in batches of 256.
+LEAST_BATCH = 64
+
+
 class _Scorer:
-    """What happens in one worker: states -> frames -> rewards, in chunks of `batch_size`.
+    """What happens in one worker: states -> frames -> rewards, at most `batch_size` at once.
 
     On CUDA the two host buffers take turns: while the device copies and scores one, the next chunk
     is drawn into the other, so that a job costs max(render, CLIP) and not their sum.
@@ -495,7 +509,8 @@ class _Scorer:
     def __init__(
         self, make_renderer, make_reward, make_video_renderer, needs_gl, device, batch_size
     ):
-        self.device, self.batch_size = torch.device(device), batch_size
+        self.device = torch.device(device)
+        self.pad = self.device.type == "cuda"  # chunks of one shape: nothing is tuned twice
         self.description = str(device)
         if make_renderer and needs_gl:  # before the reward: it imports no mujoco, but a user's may
             self.description += ", " + egl_render.setup_gl(device)
@@ -505,46 +520,103 @@ class _Scorer:
         self.renderer = make_renderer() if make_renderer else None
         self.video_renderer = None if make_video_renderer else self.renderer
         self.reward = make_reward(self.device) if make_reward else None
-        self.buffers = None
+        self.buffers = []
+        self.batch_size = batch_size or self._largest_batch()
+        if self.reward:
+            self.description += f", at most {self.batch_size} frames at once"
 
-    def _buffer(self, turn):
-        if self.buffers is None:
-            cuda = self.device.type == "cuda"
-            shape = (self.batch_size, *self.renderer.frame_shape)
+    @torch.inference_mode()
+    def _largest_batch(self):
+        """The largest of CUDA_BATCH_SIZES that fits into the device's memory with CLIP."""
+        if self.device.type != "cuda" or not (self.reward and self.renderer):
+            return CPU_BATCH_SIZE
+        for size in CUDA_BATCH_SIZES:
+            try:
+                shape = (size, *self.renderer.frame_shape)
+                self.reward(torch.zeros(shape, dtype=torch.uint8, device=self.device)).cpu()
+                break
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+            torch.cuda.empty_cache()  # here the exception holds no tensor any more
+        return size
+
+    def _buffer(self, turn, shape):
+        """[B, H, W, 3] uint8 of this shape in host memory that no copy reads any more."""
+        cuda = self.device.type == "cuda"
+        there = self.buffers[0].shape if self.buffers else (0,)
+        if there[0] < shape[0] or there[1:] != shape[1:]:
+            if cuda:
+                torch.cuda.synchronize()
             self.buffers = [
                 torch.empty(shape, dtype=torch.uint8, pin_memory=cuda) for _ in range(1 + cuda)
             ]
-            self.copied = [torch.cuda.Event() for _ in self.buffers] if cuda else None
-        if self.copied:
+            self.copied = [torch.cuda.Event() for _ in self.buffers]
+        if cuda:
             self.copied[turn % 2].synchronize()
-        return self.buffers[turn % len(self.buffers)]
+        return self.buffers[turn % len(self.buffers)][: shape[0]]
+
+    def score(self, source, rewards, drawn, chunk):
+        """Score in chunks of `chunk`, in smaller parts where they do not fit.
+
+        Args:
+            source: states [B, S] float64, or frames [B, H, W, 3] uint8 if `drawn`.
+            rewards: [B] float32, written.
+        Returns:
+            (seconds drawing, seconds in CLIP)
+        """
+        while True:
+            parts = -(-chunk // self.batch_size)
+            size = -(-chunk // parts)  # as even as can be: a padded part is work for nothing
+            try:
+                return self._score(source, rewards, drawn, chunk, size)
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                self.batch_size = size // 2
+            # outside of the handler, whose exception holds the tensors that were in the way
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            print(
+                f"WARNING: {self.device} ran out of memory with {size} frames at once; going on "
+                f"with --clip-batch-size {self.batch_size}",
+                file=sys.stderr,
+            )
 
     @torch.inference_mode()
-    def score(self, source, rewards, drawn):
-        """source: states [B, S] float64, or frames [B, H, W, 3] uint8 if `drawn`; writes rewards
-        [B] float32. Returns (seconds drawing, seconds in CLIP)."""
+    def _score(self, source, rewards, drawn, chunk, size):
         render_s, clip_s, outputs, spans = 0.0, 0.0, [], []
-        for turn, start in enumerate(range(0, len(source), self.batch_size)):
-            chunk = source[start : start + self.batch_size]
+        cuda = self.device.type == "cuda"
+        # parts start where chunks do, so that none depends on which worker has which chunks
+        starts = [
+            (start, min(start + size, first + chunk, len(source)))
+            for first in range(0, len(source), chunk)
+            for start in range(first, min(first + chunk, len(source)), size)
+        ]
+        for turn, (start, stop) in enumerate(starts):
+            count = stop - start
             began = time.perf_counter()
-            if drawn:
-                frames = torch.from_numpy(chunk)
+            if drawn and not self.pad:
+                frames = torch.from_numpy(source[start:stop])
             else:
-                frames = self._buffer(turn)[: len(chunk)]
-                self.renderer.render(chunk, frames.numpy())
+                item = source.shape[1:] if drawn else self.renderer.frame_shape
+                frames = self._buffer(turn, (size if self.pad else count, *item))
+                if drawn:
+                    frames[:count] = torch.from_numpy(source[start:stop])
+                else:
+                    self.renderer.render(source[start:stop], frames[:count].numpy())
             drew = time.perf_counter()
             render_s += drew - began
-            if self.device.type == "cuda":
+            if cuda:
                 span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
                 span[0].record()
                 frames = frames.to(self.device, non_blocking=True)
-                if not drawn:
-                    self.copied[turn % 2].record()
-                outputs.append(self.reward(frames))
+                self.copied[turn % 2].record()
+                outputs.append(self.reward(frames)[:count])
                 span[1].record()
                 spans.append(span)
             else:
-                outputs.append(self.reward(frames))
+                outputs.append(self.reward(frames)[:count])
                 clip_s += time.perf_counter() - drew
         if outputs:
             result = torch.cat(outputs).float().cpu()
@@ -561,11 +633,11 @@ class _Scorer:
         self.video_renderer.render(states, frames)
         return time.perf_counter() - began, 0.0
 
-    def run(self, kind, source, target):
+    def run(self, kind, source, target, chunk):
         """One job: "render" states, or score "states" or "frames", into target."""
         if kind == "render":
             return self.render(source, target)
-        return self.score(source, target, drawn=kind == "frames")
+        return self.score(source, target, kind == "frames", chunk)
 
     def video_shape(self):
         """Shape of the video renderer's frames; makes it when it is first asked for."""
@@ -633,15 +705,17 @@ def _worker_main(connection, parent_pid, threads, setup):
         scorer = _Scorer(*setup)
         connection.send(("ready", scorer.description))
         while (job := _next_job(connection)) is not None:
-            number, kind, source_spec, target_spec, start, stop = job
+            number, kind, source_spec, target_spec, start, stop, chunk = job
             if kind == "video_shape":
                 connection.send((number, scorer.video_shape()))
                 continue
             source, target = _SharedArray(*source_spec), _SharedArray(*target_spec)
-            seconds = scorer.run(kind, source.array[start:stop], target.array[start:stop])
+            began = time.perf_counter()
+            seconds = scorer.run(kind, source.array[start:stop], target.array[start:stop], chunk)
+            speed = (stop - start) / (time.perf_counter() - began)
             source.release()
             target.release()
-            connection.send((number, seconds))
+            connection.send((number, (*seconds, speed)))
         scorer.close()
     except BaseException:
         try:
@@ -654,8 +728,9 @@ def _worker_main(connection, parent_pid, threads, setup):
 class RewardFuture:
     """A job under way: `result()` waits and returns float32 [B]; `done()` tells without waiting."""
 
-    def __init__(self, pool, number, workers, source, target):
-        self._pool, self._number, self._waiting = pool, number, set(workers)
+    def __init__(self, pool, number, kind, workers, source, target):
+        self._pool, self._number, self._kind = pool, number, kind
+        self._waiting = set(workers)
         self._source, self._target, self._result = source, target, None
         self.timings = {"render_s": 0.0, "clip_s": 0.0}
 
@@ -664,8 +739,10 @@ class RewardFuture:
             reply = self._pool._reply(self._number, self._waiting, block)
             if reply is None:
                 return False
-            worker, (render_s, clip_s) = reply
+            worker, (render_s, clip_s, speed) = reply
             self._waiting.discard(worker)
+            if self._kind != "render":
+                self._pool._measured(worker, speed)
             self.timings["render_s"] = max(self.timings["render_s"], render_s)
             self.timings["clip_s"] = max(self.timings["clip_s"], clip_s)
         if self._result is None:
@@ -691,6 +768,11 @@ class RewardFuture:
 class RewardPool:
     """One process per device that draws and scores its share of the states.
 
+    A job is cut into chunks of one size that depends on the job and on the number of workers alone;
+    a worker gets a run of them, the longer the faster it was in the jobs before. So no device waits
+    for another, and among equal devices no reward depends, to the last digit, on how fast they
+    were.
+
     States go in and rewards come out through shared memory; pictures never leave a worker. Workers
     start with spawn (CUDA wants it), in parallel, in the background; the constructor returns at
     once. They end with `close()`, with the parent, or with the parent's death.
@@ -703,8 +785,10 @@ class RewardPool:
             maps frames [B, H, W, 3] uint8 on that device to [B] float32. None: only render.
         devices: torch devices, one worker each; one may be named several times. Empty: everything
             happens in the caller's process (on cuda:0 if there is one).
-        batch_size: frames scored at once by one worker; no result depends on it. A worker on CUDA
-            holds two pinned buffers of batch_size x H x W x 3 bytes.
+        batch_size: frames scored at once by one worker, at most; no result depends on it but for
+            rounding. None: on CUDA the largest power of two up to 512 that fits, on the CPU 256. A
+            worker whose device runs out of memory goes on with half, and says so. A worker on CUDA
+            holds two pinned buffers of batch_size x H x W x 3 bytes, or less if its jobs are small.
         make_video_renderer: like make_renderer, for `render()`; default: the same renderer.
         needs_gl: choose OpenGL in every worker; False for renderers that draw without it.
     Attributes:
@@ -717,7 +801,7 @@ class RewardPool:
         make_renderer,
         make_reward,
         devices=("cpu",),
-        batch_size=256,
+        batch_size=None,
         make_video_renderer=None,
         needs_gl=True,
     ):
@@ -730,10 +814,12 @@ class RewardPool:
         self._local = None
         myself = weakref.ref(self)
         self._close_at_exit = lambda: myself() and myself().close()
-        if batch_size < 1:
+        if batch_size is not None and batch_size < 1:
             raise UsageError(f"--clip-batch-size must be positive, not {batch_size}")
         setup = (make_renderer, make_reward, make_video_renderer, needs_gl)
         devices = [str(device) for device in devices]
+        self._batch_size = batch_size or CUDA_BATCH_SIZES[0]
+        self._speeds = [None] * len(devices)  # frames per second, of late
         if not devices:
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
             self._local = _Scorer(*setup, device, batch_size)
@@ -808,7 +894,7 @@ class RewardPool:
                 self._video_shape = self._local.video_shape()
             else:
                 number = self._new_job()
-                self._send(0, number, "video_shape", None, None, 0, 0)
+                self._send(0, number, "video_shape", None, None, 0, 0, 0)
                 self._video_shape = self._reply(number, {0}, block=True)[1]
         return self._start("render", states, self._video_shape, np.uint8).result()
 
@@ -816,9 +902,10 @@ class RewardPool:
         if self._closed:
             raise RuntimeError("the pool is closed")
         if self._local:
-            future = RewardFuture(self, 0, (), None, None)
+            future = RewardFuture(self, 0, kind, (), None, None)
             future._result = np.empty((len(source), *item_shape), dtype)
-            seconds = self._local.run(kind, source, future._result)
+            chunk = self._chunk(len(source), 1)
+            seconds = self._local.run(kind, source, future._result, chunk)
             self.timings = future.timings = dict(zip(("render_s", "clip_s"), seconds, strict=True))
             return future
         shared = _SharedArray(source.shape, source.dtype)
@@ -826,13 +913,39 @@ class RewardPool:
         shared.array[:] = source
         target = _SharedArray((len(source), *item_shape), dtype)
         self._shared.add(target)
-        bounds = np.linspace(0, len(source), len(self._processes) + 1).round().astype(int)
+        chunk = self._chunk(len(source), len(self._processes))
+        bounds = self._shares(-(-len(source) // chunk)) * chunk
         number, workers = self._new_job(), []
-        for worker, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for worker, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+            stop = min(stop, len(source))
             if stop > start:
-                self._send(worker, number, kind, shared.spec, target.spec, int(start), int(stop))
+                self._send(worker, number, kind, shared.spec, target.spec, start, stop, chunk)
                 workers.append(worker)
-        return RewardFuture(self, number, workers, shared, target)
+        return RewardFuture(self, number, kind, workers, shared, target)
+
+    def _chunk(self, count, workers):
+        """Frames per chunk: eight chunks a worker, so that drawing and CLIP overlap for seven
+        eighths of a job and shares can follow speeds, unless that makes too small batches."""
+        share = count / workers
+        chunks = max(1, min(8, int(share / LEAST_BATCH)), math.ceil(share / self._batch_size))
+        return max(1, math.ceil(share / chunks))
+
+    def _shares(self, chunks):
+        """Where each worker's run of chunks starts, and the end: [workers + 1] int. One chunk each,
+        so that everyone stays measured, and the others by speed."""
+        workers = len(self._processes)
+        if chunks <= workers:
+            return np.minimum(np.arange(workers + 1), chunks)
+        speeds = np.array(self._speeds if all(self._speeds) else [1.0] * workers)
+        ideal = speeds.cumsum() / speeds.sum() * chunks
+        bounds = np.concatenate([[0], ideal.round().astype(int)])
+        for worker in range(workers):  # forwards at least one each, backwards one left for each
+            bounds[worker + 1] = max(bounds[worker + 1], bounds[worker] + 1)
+        return np.minimum(bounds, chunks - np.arange(workers, -1, -1))
+
+    def _measured(self, worker, speed):
+        """Average over the last jobs: one is noisy where other programs run."""
+        self._speeds[worker] = (speed + (self._speeds[worker] or speed)) / 2
 
     def _new_job(self):
         self._jobs += 1

@@ -30,6 +30,7 @@ DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -69,6 +70,8 @@ class Args:
     """use deterministic algorithms on the GPU as well"""
     cuda: bool = True
     """learn on the GPU if there is one"""
+    compile: bool = False
+    """updates by torch.compile, and on the GPU as one CUDA graph: faster once that is compiled"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
     wandb_project_name: str = "clip-reward"
@@ -87,8 +90,9 @@ class Args:
     """ground-truth is the environment's own reward, as a baseline"""
     clip_model: str = "ViT-bigG-14/laion2b_s39b_b160k"
     """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: local-dir:tiny_clip"""
-    clip_batch_size: int = 256
-    """frames per forward pass of CLIP; changes no result, only memory and speed"""
+    clip_batch_size: int | None = None
+    """frames per forward pass of CLIP, at most: memory and speed, no result but for rounding;
+    default: on a GPU what fits, up to 512, on the CPU 256"""
     clip_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """number format of CLIP's weights"""
     clip_cache_dir: str | None = None
@@ -133,6 +137,9 @@ class Args:
     double: bool = True
     """double DQN: the network chooses the next action, the target network judges it; without, the
     target network does both"""
+    async_rewards: bool = False
+    """play the next rollout and learn while the workers score this one: the policy that plays is
+    one rollout older (not in the paper)"""
     learning_rate: float = 2.3e-3
     """learning rate of the network"""
     anneal_lr: bool = False
@@ -169,11 +176,11 @@ class Args:
 # What flags beside --resume may change: how long, where and how often, but not what is learned.
 RESUME_MAY_CHANGE = (
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size clip_cache_dir "
-    "allow_slow cuda track eval_episodes resume"
+    "allow_slow cuda compile track eval_episodes resume"
 ).split()
 POSITIVE = (
     "total_timesteps num_envs episode_length buffer_size batch_size gradient_steps learning_rate "
-    "target_network_frequency max_grad_norm hidden_size best_window render_size clip_batch_size"
+    "target_network_frequency max_grad_norm hidden_size best_window render_size"
 ).split()
 NOT_NEGATIVE = "seed learning_starts checkpoint_freq video_freq eval_episodes".split()
 SHARES = "reward_alpha start_e end_e exploration_fraction".split()
@@ -226,6 +233,8 @@ def check_args(args: Args) -> None:
 
     for name in POSITIVE:
         require(0 < getattr(args, name) < math.inf, name, "is not positive")
+    size = args.clip_batch_size
+    require(size is None or size > 0, "clip_batch_size", "is not positive")
     for name in NOT_NEGATIVE:
         require(0 <= getattr(args, name) < math.inf, name, "is negative")
     for name in SHARES:
@@ -386,11 +395,41 @@ class QNetwork(nn.Module):
         super().__init__()
         layers = []
         for inputs in (observation_dim, hidden):
-            layers += [nn.Linear(inputs, hidden), *([nn.LayerNorm(hidden)] * layer_norm), nn.ReLU()]
+            layers += [nn.Linear(inputs, hidden), *([nn.LayerNorm(hidden)] * layer_norm)]
+            layers.append(nn.ReLU(inplace=True))
         self.net = nn.Sequential(*layers, nn.Linear(hidden, actions))
 
     def forward(self, observations):
         return self.net(observations)
+
+    def outputs(self, observations):
+        """[B, O] -> the observations and what every layer makes of them, the values [B, A] last.
+        (ReLU works in place: its input is lost, but positive where its output is.)"""
+        outputs = [observations]
+        for layer in self.net:
+            outputs.append(layer(outputs[-1]))
+        return outputs
+
+    def gradients(self, outputs, gradient):
+        """`outputs` and the loss's gradient with respect to the values [B, A] -> its gradients with
+        respect to all parameters, in their order."""
+        gradients = []
+        layers = list(zip(self.net, outputs))
+        for i, (layer, x) in reversed(list(enumerate(layers))):
+            if isinstance(layer, nn.Linear):
+                gradients += [gradient.sum(0), gradient.T @ x]
+                gradient = gradient @ layer.weight if i else None
+            elif isinstance(layer, nn.ReLU):
+                gradient = torch.ops.aten.threshold_backward(gradient, x, 0)
+            else:  # layer norm: weight * normal + bias
+                variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
+                scale = (variance + layer.eps).rsqrt()
+                normal = (x - mean) * scale
+                gradients += [gradient.sum(0), (gradient * normal).sum(0)]
+                gradient = gradient * layer.weight
+                along = normal * (gradient * normal).mean(1, keepdim=True)
+                gradient = scale * (gradient - gradient.mean(1, keepdim=True) - along)
+        return gradients[::-1]
 
     def best_actions(self, observations):
         """Array [B, O] -> array [B] int64."""
@@ -428,7 +467,7 @@ class ReplayBuffer:
         terminations [B] (1 where s' is the end and worth nothing)."""
         filled = min(self.count, self.size)
         index = torch.randint(filled, (batch_size,), device=self.rings[0].device)
-        return [ring[index] for ring in self.rings]
+        return [ring.index_select(0, index) for ring in self.rings]
 
     def state_dict(self):
         # torch.save writes all that lies behind a slice, hence the copy
@@ -440,25 +479,78 @@ class ReplayBuffer:
             ring[: len(filled)] = filled
 
 
+@torch.no_grad()
 def update(batch, q_network, target_network, optimizer, gamma, max_grad_norm, double=True):
     """One step on the Bellman error (Huber's) -> loss [], mean value []."""
     observations, next_observations, actions, rewards, terminations = batch
-    with torch.no_grad():
-        next_values = target_network(next_observations)
-        # The maximum of one network's own errors is too high (values of 150 on CartPole, where no
-        # policy gets above 100). Double DQN: one network chooses, the other judges.
-        choosing = q_network(next_observations) if double else next_values
-        next_values = next_values.gather(1, choosing.argmax(1, keepdim=True))[:, 0]
-        # The end of an episode is a time limit, that is a truncation: the value of its last state
-        # is bootstrapped like any other. Only --terminate makes terminations.
-        targets = rewards + gamma * (1 - terminations) * next_values
-    values = q_network(observations).gather(1, actions[:, None])[:, 0]
-    loss = F.smooth_l1_loss(values, targets)
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(q_network.parameters(), max_grad_norm)
+    B = len(rewards)
+    inputs = torch.cat([observations, next_observations]) if double else observations
+    outputs = q_network.outputs(inputs)
+    next_values = target_network(next_observations)
+    # The maximum of one network's own errors is too high (values of 150 on CartPole, where no
+    # policy gets above 100). Double DQN: one network chooses, the other judges.
+    choosing = outputs[-1][B:] if double else next_values
+    next_values = next_values.gather(1, choosing.argmax(1, keepdim=True))[:, 0]
+    # The end of an episode is a time limit, that is a truncation: the value of its last state
+    # is bootstrapped like any other. Only --terminate makes terminations.
+    targets = rewards + gamma * (1 - terminations) * next_values
+    outputs = [x[:B] for x in outputs]  # of the observations
+    values = outputs[-1].gather(1, actions[:, None])[:, 0]
+    # The gradient by hand: with products this small autograd's bookkeeping takes as long as they do
+    # (docs/results.md, updates).
+    errors = values - targets
+    taken = actions[:, None] == torch.arange(outputs[-1].shape[1], device=actions.device)
+    gradients = q_network.gradients(outputs, taken * (errors.clamp(-1, 1) / B)[:, None])
+    norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    torch._foreach_mul_(gradients, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+    for parameter, gradient in zip(q_network.parameters(), gradients, strict=True):
+        parameter.grad = gradient
     optimizer.step()
-    return torch.stack([loss.detach(), values.detach().mean()])
+    return torch.stack([F.smooth_l1_loss(values, targets), values.mean()])
+
+
+def make_learner(args: Args, observation_dim, action_count, device):
+    """The two networks and the optimiser by name."""
+    shape = (observation_dim, action_count, args.hidden_size, args.layer_norm)
+    q_network, target_network = QNetwork(*shape).to(device), QNetwork(*shape).to(device)
+    target_network.load_state_dict(q_network.state_dict())
+    target_network.requires_grad_(False)
+    optimizer = torch.optim.Adam(
+        q_network.parameters(),
+        lr=torch.tensor(args.learning_rate, device=device),  # compiling makes numbers constants
+        fused=True,
+        capturable=args.compile and device.type == "cuda",  # by a CUDA graph
+    )
+    return {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
+
+
+def compile_update(update, device):
+    """`update(batch)` by torch.compile and, on CUDA, as one CUDA graph: no Python and no gaps
+    between its kernels. All batches must have the shapes of the first."""
+    update = torch.compile(update, dynamic=False)
+    if device.type != "cuda":
+        return update
+    graph, calls, inputs, output = torch.cuda.CUDAGraph(), 0, None, None
+
+    def captured_update(batch):
+        nonlocal calls, inputs, output
+        calls += 1
+        if calls <= 3:  # these compile, choose kernels and allocate what the optimisers keep
+            stream = torch.cuda.Stream()  # capturing wants that to happen on another one
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                result = update(batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            return result
+        if calls == 4:
+            inputs = [x.clone() for x in batch]
+            with torch.cuda.graph(graph):
+                output = update(inputs)  # runs nothing yet
+        torch._foreach_copy_(inputs, list(batch))
+        graph.replay()
+        return output.clone()
+
+    return captured_update
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -558,26 +650,33 @@ if __name__ == "__main__":
     observation_dim, action_count = envs[0].observation_space.shape[0], envs[0].action_space.n
 
     # Networks, optimiser, replay buffer
-    shape = (observation_dim, action_count, args.hidden_size, args.layer_norm)
-    q_network, target_network = QNetwork(*shape).to(device), QNetwork(*shape).to(device)
-    target_network.load_state_dict(q_network.state_dict())
-    target_network.requires_grad_(False)
+    learner = make_learner(args, observation_dim, action_count, device)
+    q_network, target_network, optimizer = learner.values()
     params, target_params = list(q_network.parameters()), list(target_network.parameters())
-    optimizer = torch.optim.Adam(params, lr=args.learning_rate, fused=True)
-    learner = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
+    settings = {name: getattr(args, name) for name in ("gamma", "max_grad_norm", "double")}
+    learn = functools.partial(update, **learner, **settings)
+    if args.compile:
+        learn = compile_update(learn, device)
     buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
 
     global_step, rollout, updates, best_reward, history = 0, 0, 0, -math.inf, []
+    ahead = deque()  # rollouts played and not yet learned from: one more with --async-rewards
     scores = deque(maxlen=args.best_window)  # mean rewards of the learned policy's last rollouts
     if checkpoint:
         for name, part in learner.items():
-            part.load_state_dict(checkpoint[name])
+            state = checkpoint[name]
+            if "param_groups" in state:  # but for the settings, which are this run's and device's
+                state = state | {"param_groups": part.state_dict()["param_groups"]}
+            part.load_state_dict(state)
         global_step, rollout = checkpoint["global_step"], checkpoint["rollout"]
         updates, best_reward = checkpoint["updates"], checkpoint["best_reward"]
         history = checkpoint["history"]
         scores.extend(checkpoint["scores"])
-        buffer.load_state_dict(
-            torch.load(folder / "replay_buffer.pt", map_location="cpu", weights_only=True)
+        replay = torch.load(folder / "replay_buffer.pt", map_location="cpu", weights_only=True)
+        buffer.load_state_dict(replay)
+        ahead.extend(
+            {k: v.numpy() if torch.is_tensor(v) else v for k, v in episode.items()}
+            for episode in replay.get("ahead", ())
         )
         if buffer.count != global_step:
             print("WARNING: the replay buffer is newer than the checkpoint", file=sys.stderr)
@@ -601,41 +700,55 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
 
+    def request_rewards(episode):
+        return pool.submit(episode["states"].reshape(T * N, -1)) if use_clip else None
+
+    # The rewards on their way, a future for each rollout in `ahead`
+    futures = deque(request_rewards(episode) for episode in ahead)
     first_step, first_time = global_step, time.perf_counter()
     bar = tqdm(
         total=args.total_timesteps, initial=global_step, unit="step", smoothing=0.1, disable=None
     )
     done = global_step >= args.total_timesteps
     while not done:
-        # All randomness up to the next rollout follows from (seed, rollout): a resumed run goes on
-        # as the uninterrupted one would have, without any generator's state being saved.
-        sequence = np.random.SeedSequence((args.seed, rollout))
-        *env_seeds, torch_seed = sequence.generate_state(N + 1)
-        torch.manual_seed(int(torch_seed))
-        rng = np.random.default_rng(sequence)
-        learned = updates > 0
+        # 1. One episode of every environment. With --async-rewards the workers score one rollout
+        # while the next is played and the one before is learned from.
+        while len(ahead) <= args.async_rewards:
+            # All randomness follows from (seed, number of the rollout): a resumed run goes on as
+            # the uninterrupted one would have, without any generator's state being saved.
+            sequence = np.random.SeedSequence((args.seed, rollout + len(ahead)))
+            *env_seeds, torch_seed = sequence.generate_state(N + 1)
+            torch.manual_seed(int(torch_seed))
+            rng = np.random.default_rng(sequence)
+            steps = global_step + sum(int(episode["valid"].sum()) for episode in ahead)
+            if steps >= args.total_timesteps:
+                break
+            t0 = time.perf_counter()
+            learned = updates > 0
+            exploration_steps = args.exploration_fraction * args.total_timesteps
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, steps)
+            epsilon = epsilon if learned else 1.0
+            explore = rng.random((T, N)) < epsilon
+            any_action = rng.integers(action_count, size=(T, N))
 
-        # 1. One episode of every environment
-        t0 = time.perf_counter()
-        exploration_steps = args.exploration_fraction * args.total_timesteps
-        epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-        epsilon = epsilon if learned else 1.0
-        explore = rng.random((T, N)) < epsilon
-        any_action = rng.integers(action_count, size=(T, N))
+            def policy(t, observations):
+                best_actions = q_network.best_actions(observations)
+                return np.where(explore[t], any_action[t], best_actions)  # noqa: B023
 
-        def policy(t, observations):
-            best_actions = q_network.best_actions(observations)
-            return np.where(explore[t], any_action[t], best_actions)  # noqa: B023
-
-        episode = play(envs, env_seeds, T, policy)
-        valid, env_rewards = episode["valid"], episode["rewards"]
-        successes = [env.success for env in envs]
+            episode = play(envs, env_seeds, T, policy)
+            episode["successes"] = np.array([env.success for env in envs])
+            episode["epsilon"] = epsilon
+            episode["q_network"] = copy.deepcopy(q_network.state_dict()) if learned else None
+            episode["physics_s"] = time.perf_counter() - t0
+            ahead.append(episode)
+            futures.append(request_rewards(episode))
 
         # 2. Their rewards, all at once: that of (s, a, s') is that of the picture of s'
         t1 = time.perf_counter()
-        rewards = env_rewards
-        if use_clip:
-            rewards = pool.score(episode["states"].reshape(T * N, -1)).reshape(T, N)
+        episode, future = ahead.popleft(), futures.popleft()
+        valid, env_rewards = episode["valid"], episode["rewards"]
+        rewards = future.result().reshape(T, N) if use_clip else env_rewards
+        learned = episode["q_network"] is not None
         buffer.add(
             episode["observations"][valid],
             episode["next_observations"][valid],
@@ -649,25 +762,19 @@ if __name__ == "__main__":
         if learned:
             scores.append(history[-1])
         if len(scores) == args.best_window and np.mean(scores) >= best_reward:
-            best_reward = float(np.mean(scores))  # of this policy, which is about to change
-            best = {"q_network": q_network.state_dict(), "global_step": global_step}
+            best_reward = float(np.mean(scores))
+            best = {"q_network": episode["q_network"], "global_step": global_step}
             save_files({folder / "best.pt": best | {"reward": best_reward}})
 
         # 3. Learn
         t2 = time.perf_counter()
         if args.anneal_lr:
             lr = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, global_step)
-            optimizer.param_groups[0]["lr"] = lr
+            optimizer.param_groups[0]["lr"].fill_(lr)
         losses = []
         learning = global_step >= args.learning_starts
         for _ in range(math.ceil(args.gradient_steps * steps / (T * N)) if learning else 0):
-            batch = buffer.sample(args.batch_size)
-            losses.append(
-                update(
-                    *(batch, q_network, target_network, optimizer),
-                    *(args.gamma, args.max_grad_norm, args.double),
-                )
-            )
+            losses.append(learn(buffer.sample(args.batch_size)))
             updates += 1
             if updates % args.target_network_frequency == 0:
                 with torch.no_grad():
@@ -680,10 +787,10 @@ if __name__ == "__main__":
         logs = {f"losses/{name}": x for name, x in zip(names, losses, strict=False)}
         timings = pool.timings if use_clip else {"render_s": 0.0, "clip_s": 0.0}
         logs |= {f"time/{name}": seconds for name, seconds in timings.items()}
-        logs |= {"time/physics_s": t1 - t0, "time/update_s": t3 - t2}
+        logs |= {"time/physics_s": episode["physics_s"], "time/update_s": t3 - t2}
         logs["charts/episodic_return"] = env_rewards.sum(0).mean()
-        logs["charts/success_rate"] = np.mean(successes)
-        logs["charts/epsilon"] = epsilon
+        logs["charts/success_rate"] = episode["successes"].mean()
+        logs["charts/epsilon"] = episode["epsilon"]
         logs["charts/SPS"] = (global_step - first_step) / (t3 - first_time)
         line = f"step {global_step:,}  return {logs['charts/episodic_return']:.1f}"
         line += f"  success {logs['charts/success_rate']:.2f}"
@@ -694,7 +801,7 @@ if __name__ == "__main__":
         for name, value in logs.items():
             writer.add_scalar(name, value, global_step)
         bar.update(steps)
-        line += f"  {logs['charts/SPS']:.0f} steps/s  physics {t1 - t0:.2f} s"
+        line += f"  {logs['charts/SPS']:.0f} steps/s  physics {episode['physics_s']:.2f} s"
         line += f", reward {t2 - t1:.2f} s, update {t3 - t2:.2f} s"
         bar.write(line + "  (random actions)" * (not learned))
 
@@ -711,9 +818,14 @@ if __name__ == "__main__":
             state = {name: part.state_dict() for name, part in learner.items()}
             state |= {"global_step": global_step, "rollout": rollout, "updates": updates}
             state |= {"best_reward": best_reward, "history": history, "scores": list(scores)}
+            replay = buffer.state_dict()
+            replay["ahead"] = [
+                {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in x.items()}
+                for x in ahead
+            ]
             save_files(
                 {
-                    folder / "replay_buffer.pt": buffer.state_dict(),
+                    folder / "replay_buffer.pt": replay,
                     folder / f"step_{global_step}.pt": state,
                 }
             )

@@ -13,9 +13,9 @@ Several GPUs (one process each, which draws and scores its share of every rollou
 Offline on a laptop, with the small CLIP that comes with the project:
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
-        --clip-model local-dir:tiny_clip --render-size 96 --num-envs 8 \
-        --total-timesteps 48000 --learning-starts 4800 --gradient-steps 300 --batch-size 256 \
-        --entropy-coef 0.05 --symlog
+        --clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 145 --num-envs 8 \
+        --total-timesteps 48000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \
+        --entropy-coef 0.05 --symlog --layer-norm
 
 Another task (any of Gymnasium's with continuous actions), a car in a mountain landscape:
 
@@ -34,6 +34,7 @@ The environment's own reward instead, as a baseline (nothing is drawn):
 from __future__ import annotations
 
 import atexit
+import copy
 import dataclasses
 import difflib
 import functools
@@ -45,6 +46,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -77,6 +79,8 @@ class Args:
     """use deterministic algorithms on the GPU as well"""
     cuda: bool = True
     """learn on the GPU if there is one"""
+    compile: bool = False
+    """updates by torch.compile, and on the GPU as one CUDA graph (no faster on a CPU)"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
     wandb_project_name: str = "clip-reward"
@@ -96,8 +100,9 @@ class Args:
     """ground-truth is the environment's own reward, as a baseline"""
     clip_model: str = "ViT-bigG-14/laion2b_s39b_b160k"
     """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: local-dir:tiny_clip"""
-    clip_batch_size: int = 256
-    """frames per forward pass of CLIP; changes no result, only memory and speed"""
+    clip_batch_size: int | None = None
+    """frames per forward pass of CLIP, at most: memory and speed, no result but for rounding;
+    default: on a GPU what fits, up to 512, on the CPU 256"""
     clip_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """number format of CLIP's weights"""
     clip_cache_dir: str | None = None
@@ -151,6 +156,9 @@ class Args:
     valley, with one for 25 steps every fifth episode gets to the top (not in the paper)"""
     gradient_steps: int = 100
     """updates after each rollout (num_envs * episode_length steps)"""
+    async_rewards: bool = False
+    """play the next rollout and learn while the workers score this one: the policy that plays is
+    one rollout older (not in the paper)"""
     policy_lr: float = 6e-4
     """learning rate of the actor"""
     q_lr: float = 6e-4
@@ -186,11 +194,11 @@ class Args:
 # What flags beside --resume may change: how long, where and how often, but not what is learned.
 RESUME_MAY_CHANGE = (
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size clip_cache_dir "
-    "allow_slow cuda track eval_episodes resume"
+    "allow_slow cuda compile track eval_episodes resume"
 ).split()
 POSITIVE = (
     "total_timesteps num_envs episode_length buffer_size batch_size gradient_steps policy_lr q_lr "
-    "hidden_size render_size clip_batch_size random_repeat"
+    "hidden_size render_size random_repeat"
 ).split()
 NOT_NEGATIVE = "seed learning_starts entropy_coef checkpoint_freq video_freq".split()
 
@@ -247,6 +255,8 @@ def check_args(args: Args) -> None:
 
     for name in POSITIVE:
         require(0 < getattr(args, name) < math.inf, name, "is not positive")
+    size = args.clip_batch_size
+    require(size is None or size > 0, "clip_batch_size", "is not positive")
     for name in NOT_NEGATIVE:
         require(0 <= getattr(args, name) < math.inf, name, "is negative")
     require((args.eval_episodes or 0) >= 0, "eval_episodes", "is negative")
@@ -426,12 +436,22 @@ class TwinCritic(nn.Module):
         super().__init__()
         # One batched product over [2, in, out] weights was measured no faster on CPU (2 cores:
         # 52 against 55 updates/s), so these are two plain networks.
+        self.widths = [observation_dim, action_dim]
         self.qf1 = mlp(observation_dim + action_dim, hidden, 1, layer_norm)
         self.qf2 = mlp(observation_dim + action_dim, hidden, 1, layer_norm)
 
     def forward(self, observations, actions):
-        x = torch.cat([observations, actions], 1)
-        return torch.cat([self.qf1(x), self.qf2(x)], 1).T
+        values = []
+        for first, *rest in (self.qf1, self.qf2):
+            # The first layer in two products: the actor's step needs the gradient of the actions
+            # alone, a twentieth of that of all inputs, and an update takes 6 % less time.
+            of_observations, of_actions = first.weight.split(self.widths, 1)
+            x = F.linear(observations, of_observations, first.bias)
+            x = torch.addmm(x, actions, of_actions.T)
+            for layer in rest:
+                x = layer(x)
+            values.append(x)
+        return torch.cat(values, 1).T
 
 
 LOG_STD_MIN, LOG_STD_MAX = -5, 2
@@ -539,6 +559,84 @@ def update_actor(observations, actor, critic, optimizer, alpha):
     return loss.detach(), log_density.detach()
 
 
+LOSSES = "qf1_loss qf2_loss qf1_values qf2_values actor_loss alpha_loss alpha entropy".split()
+
+
+def make_learner(args: Args, observation_dim, action_space, device):
+    """Networks and optimisers by name, and the logarithm of the entropy coefficient []."""
+    actor = Actor(observation_dim, action_space, args.hidden_size).to(device)
+    shape = (observation_dim, math.prod(action_space.shape), args.hidden_size, args.layer_norm)
+    critic, target_critic = TwinCritic(*shape).to(device), TwinCritic(*shape).to(device)
+    target_critic.load_state_dict(critic.state_dict())
+    target_critic.requires_grad_(False)
+    log_alpha = torch.tensor(args.entropy_coef, device=device).log()
+    log_alpha.requires_grad_(args.autotune)
+    # capturable: by a CUDA graph
+    adam = functools.partial(
+        torch.optim.Adam, fused=True, capturable=args.compile and device.type == "cuda"
+    )
+    learner = {
+        "actor": actor,
+        "critic": critic,
+        "target_critic": target_critic,
+        "actor_optimizer": adam(actor.parameters(), lr=args.policy_lr),
+        "critic_optimizer": adam(critic.parameters(), lr=args.q_lr),
+        "alpha_optimizer": adam([log_alpha], lr=args.q_lr),
+    }
+    return learner, log_alpha
+
+
+def update(batch, learner, log_alpha, args: Args):
+    """One step of critics, actor, entropy coefficient and target critics -> [8], see LOSSES."""
+    actor, critic, target_critic, actor_optimizer, critic_optimizer, alpha_optimizer = (
+        learner.values()
+    )
+    alpha = log_alpha.detach().exp()
+    qf_losses, qf_values = update_critic(
+        batch, actor, critic, target_critic, critic_optimizer, alpha, args.gamma
+    )
+    actor_loss, log_density = update_actor(batch[0], actor, critic, actor_optimizer, alpha)
+    entropy, target_entropy = -log_density.mean(), -batch[2].shape[1]
+    alpha_loss = alpha * (entropy - target_entropy)
+    if args.autotune:
+        log_alpha.grad = alpha_loss  # alpha = exp(log_alpha) is its own derivative
+        alpha_optimizer.step()
+    with torch.no_grad():
+        params, target_params = list(critic.parameters()), list(target_critic.parameters())
+        torch._foreach_lerp_(target_params, params, args.tau)
+    scalars = torch.stack([actor_loss, alpha_loss, alpha, entropy])
+    return torch.cat([qf_losses, qf_values, scalars])
+
+
+def compile_update(update, device):
+    """`update(batch)` by torch.compile and, on CUDA, as one CUDA graph: no Python and no gaps
+    between its kernels. All batches must have the shapes of the first."""
+    update = torch.compile(update, dynamic=False)
+    if device.type != "cuda":
+        return update
+    graph, calls, inputs, output = torch.cuda.CUDAGraph(), 0, None, None
+
+    def captured_update(batch):
+        nonlocal calls, inputs, output
+        calls += 1
+        if calls <= 3:  # these compile, choose kernels and allocate what the optimisers keep
+            stream = torch.cuda.Stream()  # capturing wants that to happen on another one
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                result = update(batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            return result
+        if calls == 4:
+            inputs = [x.clone() for x in batch]
+            with torch.cuda.graph(graph):
+                output = update(inputs)  # runs nothing yet
+        torch._foreach_copy_(inputs, list(batch))
+        graph.replay()
+        return output.clone()
+
+    return captured_update
+
+
 def save_files(files: dict) -> None:
     """torch.save {path: content}, then rename all at once: a kill leaves no half-written file."""
     for path, content in files.items():
@@ -571,6 +669,34 @@ def evaluate(args: Args, actor: Actor, episodes: int, device) -> dict[str, float
     if successes:
         result["success_rate"] = float(np.mean(successes[:episodes]))
     return result
+
+
+@dataclass
+class Rollout:
+    """One episode of every environment, whose rewards may still be on their way."""
+
+    observations: np.ndarray  # [T + 1, N, O] float32
+    actions: np.ndarray  # [T, N, A] float32 in [-1, 1]
+    env_rewards: np.ndarray  # [T, N] float64, the environment's own
+    scenes: np.ndarray | None  # of s' of every step: states [T, N, S] or frames [T, N, H, W, 3]
+    successes: np.ndarray | None  # [N] bool
+    policy: dict | None  # the actor's parameters; None: random actions
+    physics_s: float
+    future: clip_reward.RewardFuture | None = None  # of the rewards [T * N]
+
+    def state_dict(self):
+        def tensor(x):
+            return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+
+        return {name: tensor(x) for name, x in vars(self).items() if name != "future"}
+
+    @classmethod
+    def from_state_dict(cls, state):
+        """The same but for its future."""
+        arrays = "observations actions env_rewards scenes successes".split()
+        return cls(
+            **{k: v.numpy() if k in arrays and v is not None else v for k, v in state.items()}
+        )
 
 
 def crossed(every: int, before: int, after: int) -> bool:
@@ -680,24 +806,11 @@ if __name__ == "__main__":
     action_dim = math.prod(action_shape)
 
     # Networks and optimisers. The entropy is that of actions in [-1, 1], whatever their units are.
-    actor = Actor(observation_dim, envs.single_action_space, args.hidden_size).to(device)
-    shape = (observation_dim, action_dim, args.hidden_size, args.layer_norm)
-    critic, target_critic = TwinCritic(*shape).to(device), TwinCritic(*shape).to(device)
-    target_critic.load_state_dict(critic.state_dict())
-    target_critic.requires_grad_(False)
-    critic_params, target_params = list(critic.parameters()), list(target_critic.parameters())
-    log_alpha = torch.tensor(args.entropy_coef, device=device).log()
-    log_alpha.requires_grad_(args.autotune)
-    target_entropy = -action_dim
-    learner = {
-        "actor": actor,
-        "critic": critic,
-        "target_critic": target_critic,
-        "actor_optimizer": torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True),
-        "critic_optimizer": torch.optim.Adam(critic_params, lr=args.q_lr, fused=True),
-        "alpha_optimizer": torch.optim.Adam([log_alpha], lr=args.q_lr, fused=True),
-    }
-    actor_optimizer, critic_optimizer, alpha_optimizer = list(learner.values())[3:]
+    learner, log_alpha = make_learner(args, observation_dim, envs.single_action_space, device)
+    actor = learner["actor"]
+    learn = functools.partial(update, learner=learner, log_alpha=log_alpha, args=args)
+    if args.compile:
+        learn = compile_update(learn, device)
 
     # Replay buffer: on the GPU if that leaves half of what is free there once CLIP is loaded.
     if pool:
@@ -711,9 +824,13 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(rollouts, T, N, observation_dim, action_dim, buffer_device)
 
     global_step, rollout, best_reward, history = 0, 0, -math.inf, []
+    ahead = deque()  # rollouts played and not yet learned from: one more with --async-rewards
     if checkpoint:
         for name, part in learner.items():
-            part.load_state_dict(checkpoint[name])
+            state = checkpoint[name]
+            if "param_groups" in state:  # but for the settings, which are this run's and device's
+                state = state | {"param_groups": part.state_dict()["param_groups"]}
+            part.load_state_dict(state)
         log_alpha.data.copy_(checkpoint["log_alpha"])
         global_step, rollout = checkpoint["global_step"], checkpoint["rollout"]
         best_reward, history = checkpoint["best_reward"], checkpoint["history"]
@@ -721,6 +838,7 @@ if __name__ == "__main__":
         if replay["count"] != rollout:
             print("WARNING: the replay buffer is newer than the checkpoint", file=sys.stderr)
         buffer.load_state_dict(replay)
+        ahead.extend(Rollout.from_state_dict(state) for state in replay.get("ahead", ()))
         del replay  # mapped, it would keep the file's space until the end
 
     print(
@@ -741,89 +859,91 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
 
-    observations = np.empty((T + 1, N, observation_dim), np.float32)
-    actions = np.empty((T, N, action_dim), np.float32)  # in [-1, 1]
-    env_rewards = np.empty((T, N))
-    scenes = None  # of s' of every step: [T, N, S] float64 states or [T, N, H, W, 3] uint8 frames
+    def request_rewards(played: Rollout):
+        batch = played.scenes.reshape(T * N, *played.scenes.shape[2:])
+        return pool.submit(**{scene: batch})
+
+    for played in ahead if use_clip else ():
+        played.future = request_rewards(played)
     first_step, first_time = global_step, time.perf_counter()
     bar = tqdm(
         total=args.total_timesteps, initial=global_step, unit="step", smoothing=0.1, disable=None
     )
     done = global_step >= args.total_timesteps
     while not done:
-        # All randomness up to the next rollout follows from (seed, rollout): a resumed run goes on
-        # as the uninterrupted one would have, without any generator's state being saved.
-        *env_seeds, torch_seed = np.random.SeedSequence((args.seed, rollout)).generate_state(N + 1)
-        torch.manual_seed(int(torch_seed))
-        random_actions = global_step < args.learning_starts
-
-        # 1. One episode of every environment: physics only
-        t0 = time.perf_counter()
-        observations[0], _ = envs.reset(seed=[int(seed) for seed in env_seeds])
-        for t in range(T):
-            with torch.no_grad():
-                if random_actions and t % args.random_repeat == 0:
-                    action = torch.rand(N, action_dim, device=device) * 2 - 1
-                elif not random_actions:
-                    action, _ = actor.sample(torch.as_tensor(observations[t], device=device))
-                env_action = actor.to_env(action).reshape(N, *action_shape).cpu().numpy()
-            observations[t + 1], env_rewards[t], _, _, infos = envs.step(env_action)
-            actions[t] = action.cpu().numpy()
-            if scene:
-                if scenes is None:
-                    scenes = np.empty((T, *infos[scene].shape), infos[scene].dtype)
-                scenes[t] = infos[scene]
+        # 1. One episode of every environment: physics only. With --async-rewards the workers score
+        # one rollout while the next is played and the one before is learned from.
+        while len(ahead) <= args.async_rewards:
+            number = rollout + len(ahead)  # of the rollout to play
+            # All randomness follows from (seed, number of the rollout): a resumed run goes on as
+            # the uninterrupted one would have, without any generator's state being saved.
+            *env_seeds, torch_seed = np.random.SeedSequence((args.seed, number)).generate_state(
+                N + 1
+            )
+            torch.manual_seed(int(torch_seed))
+            if number * T * N >= args.total_timesteps:
+                break
+            random_actions = number * T * N < args.learning_starts
+            t0 = time.perf_counter()
+            observations = np.empty((T + 1, N, observation_dim), np.float32)
+            actions = np.empty((T, N, action_dim), np.float32)
+            env_rewards, scenes = np.empty((T, N)), None
+            observations[0], _ = envs.reset(seed=[int(seed) for seed in env_seeds])
+            for t in range(T):
+                with torch.no_grad():
+                    if random_actions and t % args.random_repeat == 0:
+                        action = torch.rand(N, action_dim, device=device) * 2 - 1
+                    elif not random_actions:
+                        action, _ = actor.sample(torch.as_tensor(observations[t], device=device))
+                    env_action = actor.to_env(action).reshape(N, *action_shape).cpu().numpy()
+                observations[t + 1], env_rewards[t], _, _, infos = envs.step(env_action)
+                actions[t] = action.cpu().numpy()
+                if scene:
+                    if scenes is None:
+                        scenes = np.empty((T, *infos[scene].shape), infos[scene].dtype)
+                    scenes[t] = infos[scene]
+            policy = None if random_actions else copy.deepcopy(actor.state_dict())
+            played = Rollout(
+                *(observations, actions, env_rewards, scenes, infos.get("success"), policy),
+                physics_s=time.perf_counter() - t0,
+            )
+            if use_clip:
+                played.future = request_rewards(played)
+            ahead.append(played)
 
         # 2. Their rewards, all at once: that of (s, a, s') is that of the picture of s'
         t1 = time.perf_counter()
-        rewards = env_rewards
-        if use_clip:
-            batch = scenes.reshape(T * N, *scenes.shape[2:])
-            rewards = pool.score(**{scene: batch}).reshape(T, N)
-        buffer.add(observations, actions, rewards)
+        played = ahead.popleft()
+        rewards = played.future.result().reshape(T, N) if use_clip else played.env_rewards
+        buffer.add(played.observations, played.actions, rewards)
         rollout, previous_step, global_step = rollout + 1, global_step, global_step + T * N
         history.append(float(rewards.mean()))
-        if not random_actions and history[-1] > best_reward:
-            best_reward = history[-1]  # of this policy, which is about to change
-            best = {"actor": actor.state_dict(), "global_step": global_step, "reward": best_reward}
+        if played.policy and history[-1] > best_reward:
+            best_reward = history[-1]
+            best = {"actor": played.policy, "global_step": global_step, "reward": best_reward}
             save_files({run_dir / "checkpoints/best.pt": best})
 
         # 3. Learn
         t2 = time.perf_counter()
         losses = []
         for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
-            batch = [x.to(device) for x in buffer.sample(args.batch_size)]
-            alpha = log_alpha.detach().exp()
-            qf_losses, qf_values = update_critic(
-                batch, actor, critic, target_critic, critic_optimizer, alpha, args.gamma
-            )
-            actor_loss, log_density = update_actor(batch[0], actor, critic, actor_optimizer, alpha)
-            alpha_loss = -(log_alpha.exp() * (log_density + target_entropy)).mean()
-            if args.autotune:
-                alpha_optimizer.zero_grad()
-                alpha_loss.backward()
-                alpha_optimizer.step()
-            with torch.no_grad():
-                torch._foreach_lerp_(target_params, critic_params, args.tau)
-            scalars = [actor_loss, alpha_loss.detach(), alpha, -log_density.mean()]
-            losses.append(torch.cat([qf_losses, qf_values, torch.stack(scalars)]))
+            losses.append(learn([x.to(device) for x in buffer.sample(args.batch_size)]))
         if losses:
             losses = torch.stack(losses).mean(0).tolist()  # the only wait for the GPU
 
         # 4. Log
         t3 = time.perf_counter()
-        names = "qf1_loss qf2_loss qf1_values qf2_values actor_loss alpha_loss alpha entropy"
-        logs = {f"losses/{name}": x for name, x in zip(names.split(), losses, strict=False)}
+        logs = {f"losses/{name}": x for name, x in zip(LOSSES, losses, strict=False)}
         timings = pool.timings if use_clip else {"render_s": 0.0, "clip_s": 0.0}
         logs |= {f"time/{name}": seconds for name, seconds in timings.items()}
-        logs |= {"time/physics_s": t1 - t0, "time/update_s": t3 - t2}
-        logs["charts/episodic_return"] = env_rewards.sum(0).mean()
-        if "success" in infos:  # of the episode that ends here
-            logs["charts/success_rate"] = infos["success"].mean()
+        logs |= {"time/physics_s": played.physics_s, "time/update_s": t3 - t2}
+        logs["charts/episodic_return"] = played.env_rewards.sum(0).mean()
+        if played.successes is not None:
+            logs["charts/success_rate"] = played.successes.mean()
         logs["charts/SPS"] = (global_step - first_step) / (t3 - first_time)
         line = f"step {global_step:,}  return {logs['charts/episodic_return']:.1f}"
-        if "success" in infos:
-            line += f"  success {infos['success'].mean():.2f}"
+        if played.successes is not None:
+            line += f"  success {played.successes.mean():.2f}"
         if use_clip:
             logs["charts/clip_reward"] = rewards.mean()
             logs["charts/episodic_clip_return"] = rewards.sum(0).mean()
@@ -831,16 +951,16 @@ if __name__ == "__main__":
         for name, value in logs.items():
             writer.add_scalar(name, value, global_step)
         bar.update(T * N)
-        line += (
-            f"  {logs['charts/SPS']:.0f} steps/s  physics {t1 - t0:.1f} s, reward {t2 - t1:.1f} s"
-        )
-        bar.write(line + f", update {t3 - t2:.1f} s" + "  (random actions)" * random_actions)
+        line += f"  {logs['charts/SPS']:.0f} steps/s  physics {played.physics_s:.1f} s"
+        line += f", reward {t2 - t1:.1f} s, update {t3 - t2:.1f} s"
+        bar.write(line + "  (random actions)" * (played.policy is None))
 
         # 5. Keep
         done = global_step >= args.total_timesteps or bool(signals)
         due = done and not signals or crossed(args.video_freq, previous_step, global_step)
         if args.video_freq and due:  # the first environment's episode
-            frames = pool.render(scenes[:, 0]) if scene == "states" else scenes[:, 0]
+            frames = played.scenes[:, 0]
+            frames = pool.render(frames) if scene == "states" else frames
             fps = envs.metadata.get("render_fps", 30)
             egl_render.write_video(run_dir / f"videos/step_{global_step}.mp4", frames, fps)
             thin = math.ceil(max(frames.shape[1:3]) / 200)  # TensorBoard takes GIFs: small ones
@@ -850,10 +970,11 @@ if __name__ == "__main__":
             state = {name: part.state_dict() for name, part in learner.items()}
             state |= {"log_alpha": log_alpha.detach(), "global_step": global_step}
             state |= {"rollout": rollout, "best_reward": best_reward, "history": history}
+            replay = buffer.state_dict() | {"ahead": [x.state_dict() for x in ahead]}
             folder = run_dir / "checkpoints"
             save_files(
                 {
-                    folder / "replay_buffer.pt": buffer.state_dict(),
+                    folder / "replay_buffer.pt": replay,
                     folder / f"step_{global_step}.pt": state,
                 }
             )

@@ -7,6 +7,10 @@ Runs the training script as a user would, for a few rollouts, and reads its even
         --reward-devices cuda:0 --num-envs 32                      # a GPU
     python benchmarks/pipeline.py --env-id CartPole-v1             # DQN: dqn_clip_classic.py
     python benchmarks/pipeline.py --json pipeline.json
+    python benchmarks/pipeline.py --rollouts 63                    # 200 000 steps: is it steady?
+
+It compares the end with CLIP alone, at its best batch and with nothing else to do, and the last
+tenth of the run with the first: seconds per step, and memory.
 
 Defaults: the paper's update ratio with the embedded CLIP at its own resolution. That is, with SAC,
 100 updates of 512 transitions per rollout of 32 x 100 steps; for CartPole and MountainCar with DQN,
@@ -55,6 +59,8 @@ class Args:
     """measured rollouts (one more comes first and is not counted)"""
     json: str = ""
     """also write the table to this file"""
+    clip_alone: bool = True
+    """measure CLIP alone first, for the ratio"""
 
 
 # The paper's update ratio. How many environments share a rollout changes only how many pictures
@@ -86,8 +92,56 @@ def crossing_bytes(env_id):
     return len(ForkingPickler.dumps(reply, pickle.HIGHEST_PROTOCOL)) + state.nbytes + 4
 
 
+def alone(args):
+    """Frames per second of CLIP alone at its best batch, all reward devices together."""
+    cuda = [device for device in args.reward_devices if device.startswith("cuda")]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "benchmarks/clip_speed.py"), "clip"]
+        command += ["--models", args.clip_model, "--size", str(args.render_size)]
+        command += ["--json", f"{folder}/clip.json"]
+        if cuda or args.reward_devices:
+            command += ["--device", cuda[0] if cuda else "cpu"]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        (model,) = json.loads(Path(f"{folder}/clip.json").read_text())["models"].values()
+    if not args.reward_devices:
+        import torch
+
+        return model["best_frames_per_s"] * max(1, torch.cuda.device_count())
+    return model["best_frames_per_s"] * max(1, len(set(cuda)))
+
+
+def memory(pid):
+    """Resident MB of a process and of all its descendants."""
+
+    def resident(pid):
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def below(pid):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, children.read_text().split()):
+                yield from (child, *below(child))
+
+    try:
+        return resident(pid), sum(map(resident, below(pid)))
+    except (FileNotFoundError, ProcessLookupError):  # one has just ended
+        return None
+
+
+def buffer_mb(args, steps):
+    """What SAC's replay buffer takes for these steps; it is touched as it fills."""
+    import gymnasium as gym
+
+    env = gym.make(args.env_id)
+    observation, action = (np.prod(s.shape) for s in (env.observation_space, env.action_space))
+    env.close()
+    ends = (args.episode_length + 1) / args.episode_length
+    return steps * 4 * (ends * observation + action + 1) / 1e6
+
+
 def run(args):
-    """Run the script; returns {scalar: [values per measured rollout]}, with "step" and "wall"."""
+    """Run the script; returns ({scalar: [values per measured rollout]} with "wall", and the memory
+    [3, samples]: time, MB of the script's process, MB of all processes below)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     steps = args.num_envs * args.episode_length
@@ -100,12 +154,18 @@ def run(args):
             *("--total-timesteps", str(steps * (args.rollouts + 1)), "--learning-starts", "0"),
             *("--video-freq", "0", "--eval-episodes", "0", "--allow-slow"),
         ]
-        not_flags = ("rollouts", "json") + ("render_quality",) * dqn
+        not_flags = ("rollouts", "json", "clip_alone") + ("render_quality",) * dqn
         for key, value in asdict(args).items():
             if key not in not_flags and value != ():
                 values = value if isinstance(value, tuple) else (value,)
                 command += ["--" + key.replace("_", "-"), *map(str, values)]
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        process, samples = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL), []
+        while process.poll() is None:
+            if now := memory(process.pid):
+                samples.append((time.time(), *now))
+            time.sleep(0.5)
+        if process.returncode:
+            sys.exit(process.returncode)
         (folder,) = Path(folder).iterdir()
         events = EventAccumulator(str(folder)).Reload()
     scalars = {
@@ -113,7 +173,9 @@ def run(args):
         for tag in ("time/physics_s", "time/render_s", "time/clip_s", "time/update_s")
     }
     walls = np.array([event.wall_time for event in events.Scalars("time/update_s")])
-    return scalars | {"wall": np.diff(walls)}
+    samples = np.array(samples).T
+    between = (walls[0] <= samples[0]) & (samples[0] <= walls[-1])
+    return scalars | {"wall": np.diff(walls)}, samples[:, between]
 
 
 def main():
@@ -121,7 +183,8 @@ def main():
     for name, value in (DQN if args.env_id in DQN_TASKS else SAC).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    scalars = run(args)
+    fastest = alone(args) if args.clip_alone else None
+    scalars, samples = run(args)
     steps = args.num_envs * args.episode_length
     device = "cpu"
     if any(d.startswith("cuda") for d in args.reward_devices) or not args.reward_devices:
@@ -148,10 +211,32 @@ def main():
         seconds = float(np.median(seconds))
         table[stage] = {"seconds_per_rollout": seconds, unit: count / max(seconds, 1e-9)}
         print(f"{stage:>13} {seconds:>10.2f} {count / max(seconds, 1e-9):>9.0f}   {unit}")
+    result = {"args": asdict(args), "stages": table}
+    if fastest:
+        ratio = table["end to end"]["steps/s"] / fastest
+        result |= {"clip_alone_frames_per_s": fastest, "ratio_to_clip_alone": ratio}
+        print(f"CLIP alone {fastest:.4g} frames/s: end to end is {ratio:.2f} of it")
+    tenth = max(1, args.rollouts // 10)
+    first, last = (
+        float(np.median(part)) / steps
+        for part in (scalars["wall"][:tenth], scalars["wall"][-tenth:])
+    )
+    result["ms_per_step"] = {"first_tenth": 1e3 * first, "last_tenth": 1e3 * last}
+    print(f"a step takes {1e3 * first:.3g} ms in the first tenth, {1e3 * last:.3g} ms in the last")
+    if samples.shape[1]:
+        (main_mb, main_end), (others_mb, others_end) = samples[1:, [0, -1]].tolist()
+        result["memory_mb"] = {"main": [main_mb, main_end], "others": [others_mb, others_end]}
+        print(f"memory {main_mb:.0f} -> {main_end:.0f} MB, all processes below it", end=" ")
+        print(f"{others_mb:.0f} -> {others_end:.0f} MB", end="")
+        if args.env_id not in DQN_TASKS:
+            filled = buffer_mb(args, steps * args.rollouts)
+            result["memory_mb"]["buffer_filled"] = filled
+            print(f"; the replay buffer filled by {filled:.0f} MB", end="")
+        print()
     crossing = crossing_bytes(args.env_id)
     print(f"beside observation and action {crossing} bytes a step cross a process boundary")
     if args.json:
-        result = {"args": asdict(args), "stages": table, "crossing_bytes_per_step": crossing}
+        result["crossing_bytes_per_step"] = crossing
         Path(args.json).write_text(json.dumps(result, indent=2))
 
 

@@ -36,6 +36,21 @@ class MeanReward(torch.nn.Module):
         return frames.float().mean(dim=(1, 2, 3))
 
 
+class HungryReward(MeanReward):
+    """The mean pixel, but no more than `fits` frames fit into the device's memory."""
+
+    def __init__(self, fits):
+        super().__init__()
+        self.fits, self.largest, self.shapes = fits, 0, set()
+
+    def forward(self, frames):
+        if len(frames) > self.fits:
+            raise torch.OutOfMemoryError(f"{len(frames)} frames do not fit")
+        self.largest = max(self.largest, len(frames))
+        self.shapes.add(len(frames))
+        return super().forward(frames)
+
+
 class RendezvousReward(MeanReward):
     """The mean pixel, once `count` processes have come here at the same time."""
 

@@ -267,6 +267,120 @@ def test_pool_uses_its_workers_side_by_side(tmp_path):
         np.testing.assert_array_equal(job.result(), np.arange(6))
 
 
+@pytest.mark.parametrize("kind", ["states", "frames"])
+@pytest.mark.parametrize("pad", [False, True])
+def test_running_out_of_memory_halves_the_batch_and_goes_on(kind, pad, capsys):
+    with paint_pool([], batch_size=64) as pool:
+        scorer = pool._local
+        scorer.reward = helpers.HungryReward(fits=9)
+        scorer.pad = pad
+        states = paint_states(201)
+        pictures = np.broadcast_to(states.astype(np.uint8)[:, :, None, None], (201, 4, 4, 3))
+        source = {"states": states} if kind == "states" else {"frames": pictures.copy()}
+        np.testing.assert_array_equal(pool.score(**source), states[:, 0])
+        assert scorer.batch_size <= 9 and scorer.reward.largest <= 9
+        warnings = capsys.readouterr().err.splitlines()
+        assert f"going on with --clip-batch-size {scorer.batch_size}" in warnings[-1]
+        again = scorer.batch_size
+        np.testing.assert_array_equal(pool.score(**source), states[:, 0])
+        assert scorer.batch_size == again and not capsys.readouterr().err, "it has learned"
+        scorer.reward = helpers.HungryReward(fits=0)
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.score(**source)
+
+
+def test_padding_keeps_one_shape_and_changes_no_reward():
+    with paint_pool([], batch_size=16) as pool:
+        pool._local.pad = True
+        pool._local.reward = helpers.HungryReward(fits=16)
+        for count in (100, 5, 0, 100):
+            expected = paint_states(count)[:, 0]
+            np.testing.assert_array_equal(pool.score(paint_states(count)), expected)
+            pictures = np.full((count, 6, 5, 3), 7, np.uint8)  # other than the renderer's
+            np.testing.assert_array_equal(pool.score(frames=pictures), np.full(count, 7))
+        assert pool._local.reward.shapes == {15, 5}, "7 chunks of 15 hold 100; 5 are one of 5"
+
+
+def test_no_batch_size_is_found_for_the_device():
+    with paint_pool(["cpu"]) as pool:
+        assert "at most 256 frames" in pool.wait_ready().description[0]
+
+
+def test_the_largest_batch_that_fits_is_found(monkeypatch):
+    with paint_pool([]) as pool:
+        scorer = pool._local
+        scorer.reward = helpers.HungryReward(fits=100)
+        monkeypatch.setattr(scorer, "device", torch.device("cuda"))
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        assert scorer._largest_batch() == 64
+        scorer.reward.fits = 0
+        with pytest.raises(torch.OutOfMemoryError):
+            scorer._largest_batch()
+        monkeypatch.undo()
+
+
+def test_shares_follow_the_measured_speed_and_rewards_do_not():
+    make_reward = functools.partial(
+        clip_reward.make_clip_reward, clip_model=TINY, target_prompts=TARGETS[:1]
+    )
+    make_renderer = functools.partial(helpers.make_humanoid_renderer, size=64)
+    states = helpers.humanoid_states(90)
+    with RewardPool(make_renderer, make_reward, ["cpu", "cpu"], batch_size=8) as pool:
+        expected = pool.score(states)
+        assert all(speed > 0 for speed in pool._speeds), "both were measured"
+        for speeds in ([1.0, 9.0], [100.0, 1.0], [3.0, 2.0]):
+            pool._speeds = speeds
+            np.testing.assert_array_equal(pool.score(states), expected)  # to the last bit
+
+
+def test_shares():
+    with paint_pool([]) as pool:
+        pool._processes = [None] * 3  # no more is asked than how many there are
+        for speeds, chunks, shares in [
+            ([None, 5.0, 5.0], 12, [4, 4, 4]),  # not all measured: equal
+            ([1.0, 2.0, 1.0], 16, [4, 8, 4]),
+            ([1000.0, 1.0, 1.0], 8, [6, 1, 1]),
+            ([1.0, 1.0, 1000.0], 8, [1, 1, 6]),
+            ([1.0, 2.0, 3.0], 3, [1, 1, 1]),
+            ([1.0, 2.0, 3.0], 2, [1, 1, 0]),
+            ([1.0, 2.0, 3.0], 0, [0, 0, 0]),
+        ]:
+            pool._speeds = speeds
+            assert np.diff(pool._shares(chunks)).tolist() == shares
+        pool._processes = []
+        pool._batch_size = 256
+        assert pool._chunk(3200, 1) == 247 and pool._chunk(3200, 2) == 200
+        assert pool._chunk(100, 2) == 50 and pool._chunk(0, 2) == 1
+
+
+def test_only_the_image_tower_goes_to_the_device():
+    clip = load_clip("ViT-B-32/random", device="meta", precision="bf16")  # holds no numbers
+    text = [p for name, p in clip.model.named_parameters() if not name.startswith("visual.")]
+    assert {p.device.type for p in text} == {"cpu"} and {p.dtype for p in text} == {torch.float32}
+    image = list(clip.model.visual.parameters())
+    assert {p.device.type for p in image} == {"meta"} and {p.dtype for p in image} == {
+        torch.bfloat16
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["ViT-B-32", "ViT-B-16-SigLIP2", "coca_ViT-B-32", "RN50", "EVA02-B-16"]
+)
+def test_attention_is_fused(name):
+    with torch.device("meta"):
+        model = open_clip.create_model(name, load_weights=False, device="meta").eval()
+    model.requires_grad_(False)
+    size = model.visual.image_size
+    size = (size, size) if isinstance(size, int) else size
+    with torch.profiler.profile() as profile, torch.inference_mode():
+        model.visual(torch.empty(1, 3, *size, device="meta"))
+    operations = {event.key for event in profile.key_averages()}
+    fused = {"aten::scaled_dot_product_attention", "aten::_native_multi_head_attention"}
+    assert operations & fused, "every tower attends by one fused operation"
+
+
 def test_pool_refuses_wrong_arguments():
     with paint_pool([]) as pool:
         with pytest.raises(ValueError, match="either"):

@@ -147,8 +147,9 @@ def interrupt(number, at, *arguments):
     return process.returncode
 
 
-def test_a_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_path):
-    base = [*TRUTH, "--total-timesteps", 3600, "--checkpoint-freq", 480, "--anneal-lr"]
+@pytest.mark.parametrize("overlap", ["--no-async-rewards", "--async-rewards"])
+def test_a_run_killed_twice_and_resumed_equals_the_uninterrupted_one(overlap, tmp_path):
+    base = [*TRUTH, overlap, "--total-timesteps", 3600, "--checkpoint-freq", 480, "--anneal-lr"]
     base += ["--best-window", 3, "--layer-norm"]
     run(*base, "--runs-dir", tmp_path / "whole")
     whole = only_run(tmp_path / "whole")

@@ -125,6 +125,37 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     assert [event.step for event in values["charts/clip_reward"]] == [24, 48, 72, 96, 120]
 
 
+def test_async_rewards_are_one_rollout_behind_and_resumed_exactly(tmp_path):
+    base = [*TINY, *SMALL, "--video-freq", 0, "--checkpoint-freq", 24, "--total-timesteps", 144]
+    base += ["--async-rewards", "--runs-dir"]
+    run(*base, tmp_path / "whole")
+    process = subprocess.Popen(command(*base, tmp_path / "half"), stdout=subprocess.PIPE, text=True)
+    assert any(line.startswith("step 72 ") for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
+    checkpoints = sorted(half.glob("checkpoints/step_*.pt"), key=lambda path: int(path.stem[5:]))
+    *_, before, last = [torch.load(path, weights_only=True) for path in checkpoints]
+    assert last["global_step"] < 144, "too late to interrupt it"
+    replay = torch.load(half / "checkpoints/replay_buffer.pt", weights_only=True)
+    (ahead,) = replay["ahead"]  # played when the last checkpoint but one was made
+    assert all(torch.equal(x, before["actor"][key]) for key, x in ahead["policy"].items())
+    assert not all(torch.equal(x, last["actor"][key]) for key, x in ahead["policy"].items())
+    run("--resume", half)
+    one, two = (
+        torch.load(folder / "checkpoints/step_144.pt", weights_only=True)
+        for folder in (half, whole)
+    )
+    for network in ("actor", "critic", "target_critic"):
+        assert all(torch.equal(x, two[network][key]) for key, x in one[network].items())
+    assert one["history"] == two["history"] and len(one["history"]) == 6
+    values, _ = scalars(half)
+    assert [event.step for event in values["charts/clip_reward"]] == [24, 48, 72, 96, 120, 144]
+    replay = torch.load(half / "checkpoints/replay_buffer.pt", weights_only=True)
+    assert replay["ahead"] == [] and replay["count"] == 6, "nothing is played in vain"
+
+
 def test_any_continuous_task_through_frames(tmp_path):
     run(*TINY, *SMALL, "--env-id", "Pendulum-v1", "--total-timesteps", 48, "--runs-dir", tmp_path)
     folder = only_run(tmp_path)

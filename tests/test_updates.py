@@ -1,0 +1,267 @@
+"""The updates against the papers' formulas in plain autograd, and the benchmark of their speed."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import dqn_clip_classic as dqn
+import sac_clip_humanoid as sac
+
+ROOT = Path(sac.__file__).resolve().parent
+OBSERVATIONS, ACTIONS, BATCH = 7, 3, 32
+
+
+class PlainAdam:
+    """Algorithm 1 of arXiv 1412.6980 with PyTorch's defaults."""
+
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr, self.steps = list(parameters), lr, 0
+        self.m = [torch.zeros_like(p) for p in self.parameters]
+        self.v = [torch.zeros_like(p) for p in self.parameters]
+
+    def step(self, loss, max_norm=float("inf")):
+        gradients = torch.autograd.grad(loss, self.parameters)
+        length = sum(g.square().sum() for g in gradients).sqrt()
+        self.steps += 1
+        with torch.no_grad():
+            for p, g, m, v in zip(self.parameters, gradients, self.m, self.v):
+                g = g * min(1.0, max_norm / length.item())
+                m.copy_(0.9 * m + 0.1 * g)
+                v.copy_(0.999 * v + 0.001 * g**2)
+                m_hat, v_hat = m / (1 - 0.9**self.steps), v / (1 - 0.999**self.steps)
+                p -= self.lr * m_hat / (v_hat.sqrt() + 1e-8)
+
+
+def run(layers, x, index=None):
+    """The network of the papers, written out: linear, perhaps layer norm, ReLU; twice; linear."""
+    *hidden, (weight, bias) = layers
+    for weight_, bias_, *norm in hidden:
+        x = x @ weight_.T + bias_
+        if norm:
+            x = (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True, correction=0) + 1e-5).sqrt()
+            x = x * norm[0] + norm[1]
+        x = x.clamp(min=0)
+    return x @ weight.T + bias
+
+
+def layers(network):
+    """float64 copies of a Sequential's parameters, those of a layer and its norm together."""
+    parameters = [p.detach().double().requires_grad_() for p in network.parameters()]
+    each = 4 if len(parameters) == 10 else 2
+    return [parameters[:each], parameters[each : 2 * each], parameters[2 * each :]]
+
+
+def flat(*networks):
+    return [parameter for network in networks for layer in network for parameter in layer]
+
+
+def assert_same(network, expected):
+    for parameter, value in zip(network.parameters(), flat(expected), strict=True):
+        torch.testing.assert_close(parameter.detach().double(), value, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("autotune", [True, False])
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune):
+    args = sac.Args(layer_norm=layer_norm, autotune=autotune, hidden_size=24, entropy_coef=0.3)
+    args.gamma, args.tau, args.policy_lr, args.q_lr = 0.9, 0.1, 2e-3, 3e-3
+    torch.manual_seed(0)
+    bounds = np.ones(ACTIONS, np.float32)
+    space = gym.spaces.Box(-bounds, bounds)
+    learner, log_alpha = sac.make_learner(args, OBSERVATIONS, space, torch.device("cpu"))
+    actor, target = learner["actor"], learner["target_critic"]
+    policy = layers(actor.net)
+    critics = [layers(qf) for qf in (learner["critic"].qf1, learner["critic"].qf2)]
+    targets = [layers(qf) for qf in (target.qf1, target.qf2)]
+    entropy_coef = log_alpha.detach().double().requires_grad_()  # its logarithm
+    policy_adam = PlainAdam(flat(policy), args.policy_lr)
+    critic_adam = PlainAdam(flat(*critics), args.q_lr)
+    alpha_adam = PlainAdam([entropy_coef], args.q_lr)
+
+    def sample(observations, noise):
+        mean, log_std = run(policy, observations).chunk(2, 1)
+        log_std = -5 + 3.5 * (log_std.tanh() + 1)
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        x = mean + log_std.exp() * noise
+        actions = x.tanh()
+        density = normal.log_prob(x) - (1 - actions**2).log()
+        return actions, density.sum(1)
+
+    def value(networks, observations, actions):
+        return [run(layers_, torch.cat([observations, actions], 1))[:, 0] for layers_ in networks]
+
+    for step in range(3):
+        batch = [torch.randn(BATCH, OBSERVATIONS), torch.randn(BATCH, OBSERVATIONS)]
+        batch += [torch.rand(BATCH, ACTIONS) * 2 - 1, torch.randn(BATCH)]
+        torch.manual_seed(100 + step)
+        result = sac.update(batch, learner, log_alpha, args)
+        torch.manual_seed(100 + step)  # the same two draws: for s', then for s
+        later_noise, noise = (torch.randn(BATCH, ACTIONS).double() for _ in range(2))
+        observations, later, actions, rewards = (x.double() for x in batch)
+        alpha = entropy_coef.exp().item()
+        with torch.no_grad():
+            later_actions, density = sample(later, later_noise)
+            soft = torch.minimum(*value(targets, later, later_actions)) - alpha * density
+            y = rewards + 0.9 * soft
+        losses = [(q - y).square().mean() for q in value(critics, observations, actions)]
+        means = [q.mean().item() for q in value(critics, observations, actions)]
+        critic_adam.step(sum(losses))
+        own_actions, density = sample(observations, noise)
+        q = torch.minimum(*value(critics, observations, own_actions))
+        actor_loss = (alpha * density - q).mean()
+        policy_adam.step(actor_loss)
+        alpha_loss = -(entropy_coef.exp() * (density.detach() - ACTIONS)).mean()
+        if autotune:
+            alpha_adam.step(alpha_loss)
+        with torch.no_grad():
+            for old, new in zip(flat(*targets), flat(*critics)):
+                old.copy_(0.9 * old + 0.1 * new)
+        expected = [*(x.item() for x in losses), *means, actor_loss.item(), alpha_loss.item()]
+        expected += [alpha, -density.mean().item()]
+        assert dict(zip(sac.LOSSES, result.tolist(), strict=True)) == pytest.approx(
+            dict(zip(sac.LOSSES, expected)), rel=1e-4, abs=1e-5
+        )
+    assert_same(actor.net, policy)
+    assert_same(learner["critic"].qf1, critics[0])
+    assert_same(learner["critic"].qf2, critics[1])
+    assert_same(target.qf1, targets[0])
+    assert_same(target.qf2, targets[1])
+    assert log_alpha.item() == pytest.approx(entropy_coef.item(), abs=1e-6)
+    assert (log_alpha.item() != pytest.approx(np.log(0.3), abs=1e-6)) == autotune
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_three_dqn_updates_are_those_of_the_paper(layer_norm, double):
+    args = dqn.Args(layer_norm=layer_norm, hidden_size=24, learning_rate=2e-3)
+    torch.manual_seed(0)
+    learner = dqn.make_learner(args, OBSERVATIONS, ACTIONS, torch.device("cpu"))
+    q_network = learner["q_network"]
+    torch.nn.init.normal_(learner["target_network"].net[-1].weight)  # not the same as q_network
+    if layer_norm:  # weights of 1 and biases of 0 would hide mistakes
+        for norm in (q_network.net[1], q_network.net[4]):
+            torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+            torch.nn.init.uniform_(norm.bias, -0.5, 0.5)
+    online, target = layers(q_network.net), layers(learner["target_network"].net)
+    adam = PlainAdam(flat(online), args.learning_rate)
+    for max_norm in (10.0, 0.05, 10.0):  # the second gradient is cut
+        batch = [torch.randn(BATCH, OBSERVATIONS), torch.randn(BATCH, OBSERVATIONS)]
+        batch += [torch.randint(ACTIONS, (BATCH,)), 2 * torch.randn(BATCH)]
+        batch += [(torch.rand(BATCH) < 0.2).float()]
+        result = dqn.update(batch, **learner, gamma=0.9, max_grad_norm=max_norm, double=double)
+        observations, later, _, rewards, ends = (x.double() for x in batch)
+        with torch.no_grad():
+            judged = run(target, later)
+            best = run(online, later).argmax(1) if double else judged.argmax(1)
+            y = rewards + 0.9 * (1 - ends) * judged[range(BATCH), best]
+        values = run(online, observations)[range(BATCH), batch[2]]
+        error = (values - y).abs()
+        assert (error > 1).any() and (error < 1).any(), "both branches of Huber's loss"
+        loss = torch.where(error < 1, 0.5 * error**2, error - 0.5).mean()
+        adam.step(loss, max_norm)
+        expected = [loss.item(), values.mean().item()]
+        assert result.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert_same(q_network.net, online)
+    assert_same(learner["target_network"].net, target)
+
+
+def test_the_critics_first_layer_in_two_products_is_the_layer():
+    torch.manual_seed(0)
+    critic = sac.TwinCritic(OBSERVATIONS, ACTIONS, 24)
+    observations, actions = torch.randn(BATCH, OBSERVATIONS), torch.randn(BATCH, ACTIONS)
+    x = torch.cat([observations, actions], 1)
+    whole = torch.cat([critic.qf1(x), critic.qf2(x)], 1).T
+    torch.testing.assert_close(critic(observations, actions), whole, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("algorithm", ["SAC", "DQN"])
+def test_compiled_updates_are_the_plain_ones(algorithm, monkeypatch):
+    # On CUDA calls 4 to 6 are the captured graph
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    import torch._inductor.config as inductor  # slow to import
+
+    monkeypatch.setattr(inductor, "fallback_random", True)  # the plain update's random numbers
+    space = gym.spaces.Box(-np.ones(ACTIONS, np.float32), np.ones(ACTIONS, np.float32))
+    torch.manual_seed(0)
+    batches = [
+        [torch.randn(BATCH, OBSERVATIONS), torch.randn(BATCH, OBSERVATIONS)] for _ in range(6)
+    ]
+    for batch in batches:
+        if algorithm == "SAC":
+            batch += [torch.rand(BATCH, ACTIONS) * 2 - 1, torch.randn(BATCH)]
+        else:
+            batch += [torch.randint(ACTIONS, (BATCH,)), torch.randn(BATCH), torch.zeros(BATCH)]
+    results, networks = [], []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        if algorithm == "SAC":
+            script, args = sac, sac.Args(hidden_size=16, compile=compiled)
+            learner, log_alpha = sac.make_learner(args, OBSERVATIONS, space, device)
+            settings = {"learner": learner, "log_alpha": log_alpha, "args": args}
+        else:
+            script, args = dqn, dqn.Args(hidden_size=16, compile=compiled)
+            learner = dqn.make_learner(args, OBSERVATIONS, ACTIONS, device)
+            settings = learner | {"gamma": 0.9, "max_grad_norm": 10.0, "double": True}
+        update = functools.partial(script.update, **settings)
+        if compiled:
+            update = script.compile_update(update, device)
+        torch.manual_seed(2)
+        rows = []
+        for i, batch in enumerate(batches):
+            if algorithm == "DQN":  # as --anneal-lr does
+                learner["optimizer"].param_groups[0]["lr"].fill_(1e-3 / (i + 1))
+            rows.append(update([x.to(device) for x in batch]).cpu())
+        results.append(torch.stack(rows))
+        networks.append(learner["actor" if algorithm == "SAC" else "q_network"].state_dict())
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(*networks, atol=1e-5, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------ benchmark
+
+
+def benchmark(*flags, code=0, **environment):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/updates.py"), *map(str, flags)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_the_benchmark_prints_and_writes_updates_per_second(tmp_path):
+    result = tmp_path / "updates.json"
+    short = ("--rounds", 2, "--updates", 2, "--sac-batch-size", 16, "--hidden-size", 8)
+    printed = benchmark(*short, "--rows", "plain", "--device", "cpu", "--json", result).stdout
+    assert "SAC" in printed and "DQN" in printed and "plain" in printed
+    result = json.loads(result.read_text())
+    assert set(result) == {"args", "machine", "updates_per_second"}
+    assert result["machine"].keys() >= {"device", "cores", "torch"}
+    assert set(result["updates_per_second"]) == {"SAC", "DQN"}
+    for rows in result["updates_per_second"].values():
+        assert set(rows) == {"plain"} and rows["plain"] > 0
+
+
+def test_without_stable_baselines3_the_benchmark_says_what_to_install(tmp_path):
+    (tmp_path / "stable_baselines3.py").write_text("raise ImportError('not here')")
+    done = benchmark("--against", "sb3", code=2, PYTHONPATH=str(tmp_path))
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ") and "pip install stable-baselines3" in line
+
+
+def test_the_benchmark_refuses_a_row_that_needs_another_device():
+    done = benchmark("--device", "cpu", "--rows", "captured", code=2)
+    assert done.stderr.strip().startswith("error: --rows captured")
