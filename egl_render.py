@@ -243,7 +243,7 @@ def _coarsen_planes(model, cells):
     """
     import mujoco
 
-    sight = model.vis.map.zfar * model.stat.extent
+    sight = 2 * model.vis.map.zfar * model.stat.extent  # so far that no corner is ever seen
     for geom in np.flatnonzero(model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE):
         size, material = model.geom_size[geom], model.geom_matid[geom]
         for axis in np.flatnonzero(size[:2] <= 0):

@@ -14,7 +14,7 @@ Offline on a laptop, with the small CLIP that comes with the project:
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
         --clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 145 --num-envs 8 \
-        --total-timesteps 48000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \
+        --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \
         --entropy-coef 0.05 --symlog --layer-norm
 
 Another task (any of Gymnasium's with continuous actions), a car in a mountain landscape:

@@ -334,7 +334,8 @@ def write(path, result):
 
 
 def table(args: Table):
-    """Reads every JSON that gpu.sh's pieces left; writes all.json and prints the table."""
+    """Reads every JSON that gpu.sh's pieces left; writes all.json and prints the table. Exit code 1
+    if a piece is missing."""
     results, missing = {}, {}
     for path in sorted(args.folder.glob("*.status")):
         name, (code, seconds) = path.stem, path.read_text().split()
@@ -380,6 +381,7 @@ def table(args: Table):
     for name, problem in missing.items():
         print(f"\nINCOMPLETE {name}: {problem}; see {args.folder / name}.log")
     write(args.folder / "all.json", {"results": results, "incomplete": missing})
+    sys.exit(1 if missing else 0)
 
 
 def rounded(values):

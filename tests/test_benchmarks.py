@@ -1,6 +1,7 @@
 """The benchmarks run and print what they promise; nothing here is about speed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def python(*arguments, code=0):
 def test_pipeline_prints_every_stage(tmp_path, env_id):
     small = ["--num-envs", 2, "--episode-length", 10, "--gradient-steps", 2, "--rollouts", 2]
     result = tmp_path / "pipeline.json"
+    if env_id != "Humanoid-v5":
+        small.append("--no-clip-alone")
     script = "benchmarks/pipeline.py"
     printed = python(script, "--env-id", env_id, *small, "--json", result).stdout
     stages = ("physics", "render", "CLIP", "render + CLIP", "update", "end to end")
@@ -37,6 +40,36 @@ def test_pipeline_prints_every_stage(tmp_path, env_id):
     assert result["crossing_bytes_per_step"] <= 1024
     batch_size = result["args"]["batch_size"]
     assert batch_size == (64 if env_id == "CartPole-v1" else 512), "the paper's, by algorithm"
+
+
+def test_everything_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
+    """gpu.sh: every piece's result is in one JSON and one table."""
+    environment = os.environ | {"DEVICE": "cpu", "PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    everything = json.loads((tmp_path / "all.json").read_text())
+    assert everything["incomplete"] == {} and len(everything["results"]) == 7
+    for words in ("RN50", "end to end: Humanoid-v5", "efficiency", "drawing", "bf16", "updates"):
+        assert words in run.stdout, words
+    assert (tmp_path / "table.txt").read_text() in run.stdout
+
+
+def test_a_piece_that_fails_is_named_and_makes_the_exit_code_1(tmp_path):
+    (tmp_path / "20_updates.status").write_text("3 7\n")
+    run = python("benchmarks/clip_speed.py", "table", tmp_path, code=1)
+    assert "INCOMPLETE 20_updates: exit code 3" in run.stdout
+
+
+def test_rendering_compares_settings_of_light_quality(tmp_path):
+    result = tmp_path / "rendering.json"
+    small = ["--per-pose", 2, "--rounds", 1, "--timed", 2, "--json", result]
+    printed = python("benchmarks/rendering.py", *small).stdout
+    settings = json.loads(result.read_text())["settings"]
+    assert {"full", "light", "MuJoCo's floor"} <= settings.keys()
+    assert all(name in printed for name in settings)
+    assert settings["full"]["epic_full"] == 0 < settings["light"]["epic_full"] < 0.5
+    python("benchmarks/rendering.py", "--task", "cartpole", code=2)
 
 
 def test_plot_runs_averages_the_end_and_draws(tmp_path):
