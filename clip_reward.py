@@ -130,8 +130,6 @@ def _resolve(name):
     Raises:
         UsageError: unknown schema, architecture or tag, with the nearest names.
     """
-    import open_clip
-
     if name.startswith("local-dir:"):
         folder = Path(name.partition(":")[2]).expanduser()
         beside_us = Path(__file__).resolve().parent / folder
@@ -146,6 +144,8 @@ def _resolve(name):
         return f"local-dir:{folder}", None, False
     if name.startswith("hf-hub:"):
         return name, None, False
+    import open_clip  # which takes seconds: not for a folder
+
     arch, slash, tag = name.partition("/")
     if not slash or not tag:
         raise UsageError(
@@ -191,11 +191,11 @@ def check_model(name, cache_dir=None):
     Raises:
         UsageError: unknown name (with the nearest), or nothing to be had (with the offline way).
     """
-    import open_clip
-
     arch, tag, random = _resolve(name)
     if random or arch.startswith("local-dir:"):
         return
+    import open_clip
+
     try:
         _go_offline_if_alone()
         open_clip.get_tokenizer(arch, cache_dir=cache_dir)  # small, so first
@@ -253,6 +253,9 @@ def image_flops(name, cache_dir=None):
     return counter.get_total_flops()
 
 
+SMALL_WEIGHTS = 20 * 2**20  # bytes: tiny_clip has 12 MB, and RN50, the smallest of CLIP's, 244
+
+
 def check_cost(name, devices, frames, allow_slow=False, cache_dir=None):
     """Refuse to start in silence what a CPU cannot finish; nothing has been downloaded by then.
 
@@ -266,6 +269,10 @@ def check_cost(name, devices, frames, allow_slow=False, cache_dir=None):
     on_cpu = sum(not str(device).startswith("cuda") for device in devices)
     if not on_cpu:
         return
+    if name.startswith("local-dir:"):
+        files = Path(_resolve(name)[0].removeprefix("local-dir:")).glob("open_clip*")
+        if sum(file.stat().st_size for file in files) < SMALL_WEIGHTS:
+            return  # and spare importing open_clip to count
     try:
         flops = image_flops(name, cache_dir)
     except UsageError:
