@@ -3,7 +3,7 @@
 #     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
 FROM python:3.11-slim
 RUN apt-get update && apt-get install -y --no-install-recommends \
-    make libegl1 libgl1-mesa-dri libgles2 && rm -rf /var/lib/apt/lists/*
+    make g++ libegl1 libgl1-mesa-dri libgles2 && rm -rf /var/lib/apt/lists/*
 # NVIDIA's container runtime brings the GPU's own EGL when graphics is among the capabilities;
 # this file tells the EGL loader that it is there.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility,graphics

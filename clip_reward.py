@@ -534,18 +534,23 @@ class _Scorer:
 
     @torch.inference_mode()
     def _largest_batch(self):
-        """The largest of CUDA_BATCH_SIZES that fits into the device's memory with CLIP."""
+        """The largest of CUDA_BATCH_SIZES that leaves a tenth of the device's memory: for the
+        learner and for the frames of the next chunk."""
         if self.device.type != "cuda" or not (self.reward and self.renderer):
             return CPU_BATCH_SIZE
         for size in CUDA_BATCH_SIZES:
             try:
                 shape = (size, *self.renderer.frame_shape)
                 self.reward(torch.zeros(shape, dtype=torch.uint8, device=self.device)).cpu()
-                break
+                free, total = torch.cuda.mem_get_info(self.device)
+                fits = free > total / 10 or size == 1
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
+                fits = False
             torch.cuda.empty_cache()  # here the exception holds no tensor any more
+            if fits:
+                break
         return size
 
     def _buffer(self, turn, shape):
@@ -558,7 +563,7 @@ class _Scorer:
             self.buffers = [
                 torch.empty(shape, dtype=torch.uint8, pin_memory=cuda) for _ in range(1 + cuda)
             ]
-            self.copied = [torch.cuda.Event() for _ in self.buffers]
+            self.copied = [torch.cuda.Event() for _ in self.buffers] if cuda else []
         if cuda:
             self.copied[turn % 2].synchronize()
         return self.buffers[turn % len(self.buffers)][: shape[0]]

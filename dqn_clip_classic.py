@@ -35,6 +35,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -238,6 +239,8 @@ def check_args(args: Args) -> None:
         require(0 <= getattr(args, name) < math.inf, name, "is negative")
     for name in SHARES:
         require(0 <= getattr(args, name) <= 1, name, "is outside [0, 1]")
+    compiler = os.environ.get("CXX", "g++")
+    require(not args.compile or shutil.which(compiler), "compile", f"needs a compiler, {compiler}")
     require(0 <= args.gamma < 1, "gamma", "is outside [0, 1)")
     require(0 < args.tau <= 1, "tau", "is outside (0, 1]")
     rollout = args.num_envs * args.episode_length

@@ -337,6 +337,9 @@ class MujocoRenderer:
             mujoco.mj_tendon(model, data)
             if self.camera.track_body >= 0:
                 self._view.lookat[:2] = data.xpos[self.camera.track_body, :2]
+            # MuJoCo centres infinite planes below the camera that the scene has: this picture's, or
+            # a pixel would depend on which picture was drawn before
+            mujoco.mjv_updateCamera(model, data, self._view, self._renderer.scene)
             self._renderer.update_scene(data, self._view)
             for geom, size in self._resized:
                 geom.size = size

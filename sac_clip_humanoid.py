@@ -42,6 +42,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -260,6 +261,8 @@ def check_args(args: Args) -> None:
     for name in NOT_NEGATIVE:
         require(0 <= getattr(args, name) < math.inf, name, "is negative")
     require((args.eval_episodes or 0) >= 0, "eval_episodes", "is negative")
+    compiler = os.environ.get("CXX", "g++")
+    require(not args.compile or shutil.which(compiler), "compile", f"needs a compiler, {compiler}")
     require(0 <= args.gamma < 1, "gamma", "is outside [0, 1)")
     require(0 < args.tau <= 1, "tau", "is outside (0, 1]")
     require(0 <= args.reward_alpha <= 1, "reward_alpha", "is outside [0, 1]")
@@ -883,7 +886,8 @@ if __name__ == "__main__":
             torch.manual_seed(int(torch_seed))
             if number * T * N >= args.total_timesteps:
                 break
-            random_actions = number * T * N < args.learning_starts
+            learned_from = max(0, number - args.async_rewards)  # rollouts, when this one is played
+            random_actions = learned_from * T * N < args.learning_starts
             t0 = time.perf_counter()
             observations = np.empty((T + 1, N, observation_dim), np.float32)
             actions = np.empty((T, N, action_dim), np.float32)
@@ -958,7 +962,7 @@ if __name__ == "__main__":
         # 5. Keep
         done = global_step >= args.total_timesteps or bool(signals)
         due = done and not signals or crossed(args.video_freq, previous_step, global_step)
-        if args.video_freq and due:  # the first environment's episode
+        if args.video_freq and due and played.scenes is not None:  # the first environment's episode
             frames = played.scenes[:, 0]
             frames = pool.render(frames) if scene == "states" else frames
             fps = envs.metadata.get("render_fps", 30)

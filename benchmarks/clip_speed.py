@@ -222,6 +222,9 @@ def clip(args: Clip):
             except torch.OutOfMemoryError:
                 break
             report(name, batch, speeds[batch])
+        if not speeds:
+            print(f"{name:>22} {args.batches[0]:>6} frames do not fit")
+            continue
         best = max(speeds, key=speeds.get)
         entry = {"flops_per_frame": flops, "frames_per_s": speeds, "best_batch": best}
         entry |= {"best_frames_per_s": speeds[best], "of_peak": speeds[best] * flops / peak}

@@ -24,7 +24,8 @@ piece() { # NAME LIMIT SCRIPT ARGUMENTS...: run one, at most LIMIT seconds
     shift 3
     [ "$limit" -gt $((BUDGET - SECONDS)) ] && limit=$((BUDGET - SECONDS))
     if [ "$limit" -gt 5 ]; then
-        timeout -k 5 "$limit" "$PYTHON" "benchmarks/$script" "$@" --json "$OUT/$name.json" \
+        # KILL, to the whole group: a training script takes TERM as "finish this rollout"
+        timeout -s KILL "$limit" "$PYTHON" "benchmarks/$script" "$@" --json "$OUT/$name.json" \
             >"$OUT/$name.log" 2>&1
         code=$?
         [ $code = 137 ] && code=124
@@ -53,7 +54,8 @@ else
     clip 01_clip_ViT-L-14 60 ViT-L-14 --compiled --batches 64 128 256
     clip 02_clip_ViT-bigG-14 60 ViT-bigG-14 --batches 64 128 256
     end_to_end 10_end_to_end_ViT-L-14 75 32 ViT-L-14/random
-    piece 20_updates 60 updates.py --device "$DEVICE"
+    piece 20_updates 40 updates.py --device "$DEVICE" --rows plain
+    piece 21_updates_compiled 120 updates.py --device "$DEVICE" --rows compiled captured
     piece 30_draw 50 clip_speed.py draw --workers 1 2 4 8 --devices "$DEVICE" --frames 400
     clip 03_clip_small 50 RN50 ViT-B-32 --seconds 0.5
     end_to_end 11_end_to_end_ViT-B-32 40 32 ViT-B-32/random

@@ -301,6 +301,15 @@ def test_padding_keeps_one_shape_and_changes_no_reward():
         assert pool._local.reward.shapes == {15, 5}, "7 chunks of 15 hold 100; 5 are one of 5"
 
 
+def test_a_build_of_pytorch_without_cuda_is_enough(monkeypatch):
+    def event(*_, **__):  # as there
+        raise RuntimeError("Tried to instantiate dummy base class Event")
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    with paint_pool([]) as pool:
+        np.testing.assert_array_equal(pool.score(paint_states(9)), paint_states(9)[:, 0])
+
+
 def test_no_batch_size_is_found_for_the_device():
     with paint_pool(["cpu"]) as pool:
         assert "at most 256 frames" in pool.wait_ready().description[0]
@@ -314,7 +323,9 @@ def test_the_largest_batch_that_fits_is_found(monkeypatch):
         zeros = torch.zeros
         monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        assert scorer._largest_batch() == 64
+        free = iter([5, 20])  # of 100 bytes: 64 fit and leave too little, 32 leave enough
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 100))
+        assert scorer._largest_batch() == 32
         scorer.reward.fits = 0
         with pytest.raises(torch.OutOfMemoryError):
             scorer._largest_batch()
@@ -327,6 +338,7 @@ def test_shares_follow_the_measured_speed_and_rewards_do_not():
     )
     make_renderer = functools.partial(helpers.make_humanoid_renderer, size=64)
     states = helpers.humanoid_states(90)
+    states[::2, 0] += 5.0  # metres: where the floor is drawn must not depend on the picture before
     with RewardPool(make_renderer, make_reward, ["cpu", "cpu"], batch_size=8) as pool:
         expected = pool.score(states)
         assert all(speed > 0 for speed in pool._speeds), "both were measured"
@@ -368,7 +380,7 @@ def test_only_the_image_tower_goes_to_the_device():
 @pytest.mark.parametrize(
     "name", ["ViT-B-32", "ViT-B-16-SigLIP2", "coca_ViT-B-32", "RN50", "EVA02-B-16"]
 )
-def test_attention_is_fused(name):
+def test_attention_is_pytorch_s_own_operation(name):
     with torch.device("meta"):
         model = open_clip.create_model(name, load_weights=False, device="meta").eval()
     model.requires_grad_(False)
@@ -376,9 +388,10 @@ def test_attention_is_fused(name):
     size = (size, size) if isinstance(size, int) else size
     with torch.profiler.profile() as profile, torch.inference_mode():
         model.visual(torch.empty(1, 3, *size, device="meta"))
-    operations = {event.key for event in profile.key_averages()}
-    fused = {"aten::scaled_dot_product_attention", "aten::_native_multi_head_attention"}
-    assert operations & fused, "every tower attends by one fused operation"
+    counts = {event.key: event.count for event in profile.key_averages()}
+    fused = ("aten::scaled_dot_product_attention", "aten::_native_multi_head_attention")
+    layers = 1 if name == "RN50" else 12
+    assert sum(counts.get(operation, 0) for operation in fused) >= layers, "in every layer"
 
 
 def test_pool_refuses_wrong_arguments():
