@@ -252,7 +252,7 @@ def test_light_quality_draws_a_coarser_floor_that_looks_the_same(textured, monke
         horizon = difference.mean((0, 2, 3)).argmax()
         assert 16 < horizon < 28
         difference = np.delete(difference, [horizon - 1, horizon, horizon + 1], 1)
-    assert difference.mean() < 0.3
+    assert difference.mean() < 0.5
     coarse.close()
     fine.close()
 
