@@ -72,6 +72,17 @@ def pearson(x, y):
     return float(np.clip(x @ y / scale, -1, 1)) if scale > tiny * len(x) else math.nan
 
 
+def ranks(x):
+    """Ranks of x [N] from 0, ties share their mean."""
+    inverse, counts = np.unique(x, return_inverse=True, return_counts=True)[1:]
+    return (np.cumsum(counts) - (counts + 1) / 2)[inverse]
+
+
+def spearman(x, y):
+    """Rank correlation of x and y [N]."""
+    return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
+
+
 def distance_of(correlation):
     """EPIC distance of canonically shaped rewards of this Pearson correlation, in [0, 1]."""
     return np.sqrt((1 - correlation) / 2)

@@ -696,10 +696,7 @@ class Rollout:
     @classmethod
     def from_state_dict(cls, state):
         """The same but for its future."""
-        arrays = "observations actions env_rewards scenes successes".split()
-        return cls(
-            **{k: v.numpy() if k in arrays and v is not None else v for k, v in state.items()}
-        )
+        return cls(**{k: v.numpy() if torch.is_tensor(v) else v for k, v in state.items()})
 
 
 def crossed(every: int, before: int, after: int) -> bool:

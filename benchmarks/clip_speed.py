@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import clip_reward  # noqa: E402  (found through the line above)
 import egl_render  # noqa: E402
+import sac_clip_humanoid as sac  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPT = ["a humanoid robot kneeling"]
@@ -124,13 +125,6 @@ def humanoid_states(count):
         *_, over, _ = env.step(env.action_space.sample())
         states.append(np.concatenate([env.unwrapped.data.qpos, env.unwrapped.data.qvel]))
     return np.stack(states)
-
-
-def make_renderer(size, quality):
-    import gymnasium as gym
-
-    model = egl_render.textured_model(gym.make("Humanoid-v5").unwrapped.fullpath)
-    return egl_render.MujocoRenderer(model, size, egl_render.PAPER_CAMERA, quality)
 
 
 class Nothing(nn.Module):
@@ -246,10 +240,11 @@ def clip(args: Clip):
 def draw(args: Draw):
     result = {"machine": machine(args.devices[0]), "size": args.size, "quality": args.quality}
     result["frames_per_s"] = {}
-    make = functools.partial(make_renderer, args.size, args.quality)
+    make = functools.partial(sac.make_renderer, sac.Args(), args.size, args.quality)
+    some = humanoid_states(100)
     for workers in args.workers:
         devices = [args.devices[i % len(args.devices)] for i in range(workers)]
-        states = humanoid_states(100)[np.arange(args.frames * workers) % 100]
+        states = some[np.arange(args.frames * workers) % len(some)]
         with clip_reward.RewardPool(make, make_nothing, devices) as pool:
             pool.score(states[: 64 * workers])
             start = time.perf_counter()
@@ -286,17 +281,12 @@ def pool(args: Pool):
     return result
 
 
-def ranks(x):
-    """[N] float64: the place of each value in order, ties share theirs."""
-    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    return (counts.cumsum() - (counts + 1) / 2)[inverse]
-
-
 def precisions(args: Precisions):
-    from eval_epic import epic_distance
+    from eval_epic import epic_distance, spearman
 
     egl_render.setup_gl(args.device)
-    renderer = make_renderer(args.size, "full" if args.device.startswith("cuda") else "light")
+    quality = "full" if args.device.startswith("cuda") else "light"
+    renderer = sac.make_renderer(sac.Args(), args.size, quality)
     frames = np.empty((args.frames, *renderer.frame_shape), np.uint8)
     renderer.render(humanoid_states(args.frames), frames)
     renderer.close()
@@ -317,11 +307,11 @@ def precisions(args: Precisions):
         entry = {
             "epic_distance": epic_distance(exact, values),
             "largest_difference": np.abs(values - exact).max(),
-            "spearman": np.corrcoef(ranks(exact), ranks(values))[0, 1],
+            "spearman": spearman(exact, values),
         }
         result[precision] = entry
-        epic, largest, spearman = entry.values()
-        print(f"{precision:>7} {epic:>22.5f} {largest:>20.6f} {spearman:>24.6f}")
+        epic, largest, rank = entry.values()
+        print(f"{precision:>7} {epic:>22.5f} {largest:>20.6f} {rank:>24.6f}")
     write(args.json, result)
     return result
 

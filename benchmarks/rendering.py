@@ -70,11 +70,11 @@ def main():
     import egl_render
 
     gl = egl_render.setup_gl("cpu")
-    import gymnasium as gym
     import torch
 
     import eval_epic
     import judges
+    import sac_clip_humanoid as sac
     from clip_reward import CLIPReward, load_clip
     from tiny_clip.train import auc
 
@@ -87,11 +87,9 @@ def main():
     truth = task.judge(states)
     clip = load_clip(args.clip_model.replace("tiny_clip", str(ROOT / "tiny_clip")))
     reward = CLIPReward(clip, [task.target_prompt])
-    path = gym.make("Humanoid-v5").unwrapped.fullpath
 
     def renderer(size, quality):
-        model = egl_render.textured_model(path) if args.textured else plain_model(path)
-        return egl_render.MujocoRenderer(model, size, quality=quality)
+        return sac.make_renderer(sac.Args(textured=args.textured), size, quality)
 
     def score(renderer):
         parts = np.array_split(states, max(1, len(states) // 64))
@@ -135,12 +133,6 @@ def main():
     if args.json:
         result = {"args": dataclasses.asdict(args), "gl": gl, "settings": table}
         Path(args.json).write_text(json.dumps(result, indent=2))
-
-
-def plain_model(path):
-    import mujoco
-
-    return mujoco.MjModel.from_xml_path(path)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import egl_render
 from clip_reward import CLIPReward, UsageError, load_clip
+from eval_epic import spearman
 from tiny_clip import classic, data, poses
 from tiny_clip.train import auc
 
@@ -84,17 +85,6 @@ def draw(renderer, qpos):
     """Frames of positions [B, 24] at rest: [B, H, W, 3] uint8."""
     velocities = np.zeros((len(qpos), renderer.model.nv))
     return renderer.render(np.concatenate([qpos, velocities], 1))
-
-
-def ranks(x):
-    """Ranks of x [N] from 0, ties share their mean."""
-    inverse, counts = np.unique(x, return_inverse=True, return_counts=True)[1:]
-    return (np.cumsum(counts) - (counts + 1) / 2)[inverse]
-
-
-def spearman(x, y):
-    """Rank correlation of x and y [N]."""
-    return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
 
 
 def held_out_states(count):
