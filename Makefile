@@ -45,14 +45,15 @@ browser:
 			|| echo "that was not possible here: two tests will fail and say what to install"; }
 
 # About 12 minutes on two cores once everything is installed. The paper's method but for: 24 times
-# its updates per step, layer norm in the critics to bear them, observations compressed, and a camera
+# its updates per step, layer norm in the critics to bear them, observations normalised, and a camera
 # that stands 35 degrees beside the paper's, which sees whether the knees touch the floor. With a GPU
 # and the real CLIP see the README.
 train: setup
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
 		--clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 145 --num-envs 8 \
-		--total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \
-		--entropy-coef 0.05 --symlog --layer-norm --video-freq 16000 --checkpoint-freq 16000
+		--total-timesteps 48000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \
+		--entropy-coef 0.05 --normalize-observations --layer-norm \
+		--video-freq 16000 --checkpoint-freq 16000
 
 test: setup browser
 	$(PY) -m pytest

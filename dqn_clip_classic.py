@@ -538,6 +538,7 @@ def compile_update(update, device):
 
     def captured_update(batch):
         nonlocal calls, inputs, output
+        batch = list(batch)  # one type for all: another would be compiled anew, while capturing
         calls += 1
         if calls <= 3:  # these compile, choose kernels and allocate what the optimisers keep
             stream = torch.cuda.Stream()  # capturing wants that to happen on another one
@@ -550,7 +551,7 @@ def compile_update(update, device):
             inputs = [x.clone() for x in batch]
             with torch.cuda.graph(graph):
                 output = update(inputs)  # runs nothing yet
-        torch._foreach_copy_(inputs, list(batch))
+        torch._foreach_copy_(inputs, batch)
         graph.replay()
         return output.clone()
 

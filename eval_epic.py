@@ -243,9 +243,10 @@ def load_policy(run, path, explore=False):
             network = dqn.QNetwork(*shape, run.args.hidden_size, run.args.layer_norm)
             network.load_state_dict(saved["q_network"])
         else:
-            env = sac.make_env(run.args.env_id, compress=run.args.symlog)()
+            env = sac.make_env(run.args.env_id)()
             shape = (env.observation_space.shape[0], env.action_space)
-            network = sac.Actor(*shape, run.args.hidden_size)
+            normalize = run.args.normalize_observations
+            network = sac.Actor(*shape, run.args.hidden_size, normalize)
             network.load_state_dict(saved["actor"])
         env.close()
         step = int(saved["global_step"])
@@ -312,7 +313,7 @@ def _play_dqn(args, policy, seeds):
 def _play_sac(args, policy, seeds):
     import gymnasium as gym
 
-    thunks = [sac.make_env(args.env_id, "states", compress=args.symlog)] * len(seeds)
+    thunks = [sac.make_env(args.env_id, "states")] * len(seeds)
     disabled = gym.vector.AutoresetMode.DISABLED
     envs = gym.vector.SyncVectorEnv(thunks, autoreset_mode=disabled)
     observations, _ = envs.reset(seed=seeds)

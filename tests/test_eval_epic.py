@@ -260,9 +260,10 @@ def runs(tmp_path_factory):
     made["car"] = save_run(folder / "car", sac, {10: pumping()}, "actor", **settings)
     env = sac.make_env("Humanoid-v5")()
     torch.manual_seed(0)
-    actors = [sac.Actor(env.observation_space.shape[0], env.action_space, 8) for _ in range(2)]
+    shape = (env.observation_space.shape[0], env.action_space, 8)
+    actors = [sac.Actor(*shape, normalize=True) for _ in range(2)]
     settings = {"episode_length": 6, "hidden_size": 8, "render_size": 32, "textured": False}
-    settings |= {"symlog": True, "target_prompt": ("a humanoid robot standing up",)}
+    settings |= {"normalize_observations": True, "target_prompt": ("a humanoid robot standing up",)}
     checkpoints = {100: actors[0], 2000: actors[1]}
     made["humanoid"] = save_run(folder / "humanoid", sac, checkpoints, "actor", **settings)
     return made
@@ -304,7 +305,7 @@ def test_a_dataset_of_a_run_holds_what_was_played(runs, datasets):
     run = eval_epic.load_run(runs["humanoid"])
     policy, step = eval_epic.load_policy(run, eval_epic.checkpoint_path(run, 2000))
     assert step == 2000
-    env = sac.make_env("Humanoid-v5", "states", compress=True)()
+    env = sac.make_env("Humanoid-v5", "states")()
     seed = int(np.random.SeedSequence((0, 1, 2)).generate_state(2)[0])
     observation, _ = env.reset(seed=seed)
     for t in range(6):

@@ -1,5 +1,6 @@
 """The updates against the papers' formulas in plain autograd, and the benchmark of their speed."""
 
+import contextlib
 import functools
 import json
 import os
@@ -183,6 +184,45 @@ def test_the_critics_first_layer_in_two_products_is_the_layer():
     torch.testing.assert_close(critic(observations, actions), whole, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("script", [sac, dqn])
+def test_nothing_is_compiled_while_a_graph_is_captured(script, monkeypatch):
+    """torch.compile compiles anew for a batch that is a tuple after lists; here it only counts."""
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    class Graph:
+        def replay(self):
+            pass
+
+    seen, capturing = set(), [False]
+
+    def update(batch):
+        kind = (type(batch), *((x.shape, x.dtype) for x in batch))
+        assert kind in seen or not capturing[0], "compiled while capturing"
+        seen.add(kind)
+        return batch[0].sum()
+
+    @contextlib.contextmanager
+    def graph(_):
+        capturing[0] = True
+        yield
+        capturing[0] = False
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    captured = script.compile_update(update, torch.device("cuda"))
+    for call in range(5):
+        batch = (torch.randn(4, 3), torch.randn(4))
+        captured(batch if call % 2 else list(batch))
+    assert len(seen) == 1
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("algorithm", ["SAC", "DQN"])
 def test_compiled_updates_are_the_plain_ones(algorithm):
@@ -209,7 +249,8 @@ def compare_with_compiled(algorithm):
     for compiled in (False, True):
         torch.manual_seed(1)
         if algorithm == "SAC":
-            script, args = sac, sac.Args(hidden_size=16, compile=compiled)
+            args = sac.Args(hidden_size=16, compile=compiled, normalize_observations=True)
+            script, seen = sac, torch.cat([batch[0] for batch in batches]).to(device)
             learner, log_alpha = sac.make_learner(args, OBSERVATIONS, space, device)
             settings = {"learner": learner, "log_alpha": log_alpha, "args": args}
         else:
@@ -224,6 +265,8 @@ def compare_with_compiled(algorithm):
         for i, batch in enumerate(batches):
             if algorithm == "DQN":  # as --anneal-lr does
                 learner["optimizer"].param_groups[0]["lr"].fill_(1e-3 / (i + 1))
+            else:  # as after every rollout
+                learner["actor"].normalize.add(seen[: BATCH * (i + 1)] * 3)
             rows.append(update([x.to(device) for x in batch]).cpu())
         results.append(torch.stack(rows))
         networks.append(learner["actor" if algorithm == "SAC" else "q_network"].state_dict())
