@@ -345,6 +345,8 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None, compile=Fals
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if precision not in dtypes:
         raise UsageError(f"--clip-precision must be auto, {', '.join(dtypes)}; not {precision!r}")
+    if precision == "fp32":  # by default cuDNN would round what it convolves to TF32's 10 bits
+        torch.backends.cudnn.allow_tf32 = False
     arch, tag, random = _resolve(name)
     config = (open_clip.get_pretrained_cfg(arch, tag) if tag else {}) or {}
     keys = ("mean", "std", "interpolation", "resize_mode")
@@ -606,13 +608,13 @@ class _Scorer:
             for start in range(first, min(first + chunk, len(source)), size)
         ]
         for turn, (start, stop) in enumerate(starts):
-            count = stop - start
-            began = time.perf_counter()
+            count, began = stop - start, time.perf_counter()
             if drawn and not self.pad:
                 frames = torch.from_numpy(source[start:stop])
             else:
                 item = source.shape[1:] if drawn else self.renderer.frame_shape
                 frames = self._buffer(turn, (size if self.pad else count, *item))
+                began = time.perf_counter()  # until here it waited for the device to have read it
                 if drawn:
                     frames[:count] = torch.from_numpy(source[start:stop])
                 else:

@@ -364,7 +364,8 @@ def table(args: Table):
         elif "efficiency" in result:
             print("\npool, workers and efficiency:", rounded(result["efficiency"]))
         elif "frames_per_s" in result:
-            print(f"\ndrawing at {result['size']} px, workers and frames/s:", end=" ")
+            look = f"{result['size']} px, {result['quality']} quality"
+            print(f"\ndrawing at {look}, workers and frames/s:", end=" ")
             print(rounded(result["frames_per_s"]))
         elif "standard_deviation" in result:
             for precision in DTYPES.keys() & result.keys():

@@ -51,18 +51,19 @@ else
         piece "$1" "$2" pipeline.py --clip-model "$4" --render-size 480 --reward-devices "$DEVICE" \
             --num-envs "$3" --rollouts 2
     }
-    clip 01_clip_ViT-L-14 60 ViT-L-14 --compiled --batches 64 128 256
+    clip 01_clip_ViT-L-14 100 ViT-L-14 --compiled --batches 64 128 256
     clip 02_clip_ViT-bigG-14 60 ViT-bigG-14 --batches 64 128 256
     end_to_end 10_end_to_end_ViT-L-14 75 32 ViT-L-14/random
     piece 20_updates 40 updates.py --device "$DEVICE" --rows plain
     piece 21_updates_compiled 120 updates.py --device "$DEVICE" --rows compiled captured
-    piece 30_draw 50 clip_speed.py draw --workers 1 2 4 8 --devices "$DEVICE" --frames 400
+    piece 30_draw 80 clip_speed.py draw --workers 1 2 4 8 --devices "$DEVICE" --frames 400
+    piece 32_draw_light 40 clip_speed.py draw --workers 1 4 --devices "$DEVICE" --quality light
     clip 03_clip_small 50 RN50 ViT-B-32 --seconds 0.5
     end_to_end 11_end_to_end_ViT-B-32 40 32 ViT-B-32/random
     clip 04_clip_ViT-H-14 40 ViT-H-14 --batches 64 256
     clip 05_clip_SigLIP2 40 ViT-L-16-SigLIP2-384 --batches 64 256
-    end_to_end 12_end_to_end_ViT-bigG-14 90 16 ViT-bigG-14/random
-    piece 40_precisions 20 clip_speed.py precisions --device "$DEVICE"
+    end_to_end 12_end_to_end_ViT-bigG-14 150 16 ViT-bigG-14/random
+    piece 40_precisions 40 clip_speed.py precisions --device "$DEVICE"
     clip 06_compiled 60 ViT-B-32 ViT-H-14 --compiled --batches 256 --seconds 0.5
 fi
 

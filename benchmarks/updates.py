@@ -207,7 +207,11 @@ def main():
         sys.exit(2)
 
     rows = args.rows or ("plain", "compiled", "captured")[: 3 if on_cuda else 2]
-    device = torch.cuda.get_device_name(args.device) if on_cuda else "cpu"
+    device = "cpu"
+    if on_cuda:
+        index = torch.device(args.device).index or 0
+        torch.cuda.set_device(index)  # graphs are captured and replayed on the current one
+        device = torch.cuda.get_device_name(args.device)
     cores = os.cpu_count()
     machine = {"device": device, "cores": cores, "cpu": platform.machine()}
     machine["torch"] = torch.__version__
