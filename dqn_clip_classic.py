@@ -202,11 +202,14 @@ def parse_args() -> Args:
         raise UsageError(f"--resume {run_dir}: no checkpoint there (checkpoints/step_*.pt)")
     try:
         saved = json.loads((run_dir / "args.json").read_text())
-        foreign = not saved.keys() <= vars(args).keys()
+        foreign = ", ".join(sorted(saved.keys() - vars(args).keys()))
     except (ValueError, AttributeError) as error:
         raise UsageError(f"--resume {run_dir}: its args.json is damaged") from error
     if foreign:
-        raise UsageError(f"--resume {run_dir}: the run of another script, {saved.get('exp_name')}")
+        name = saved.get("exp_name")
+        raise UsageError(
+            f"--resume {run_dir}: another script, {name}, or version; it had {foreign}"
+        )
     if not (run_dir / "checkpoints/replay_buffer.pt").is_file():
         raise UsageError(f"--resume {run_dir}: it has no checkpoints/replay_buffer.pt")
     saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})

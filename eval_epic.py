@@ -208,6 +208,12 @@ def load_run(folder) -> Run:
         raise UsageError(f"{folder}: not a run of sac_clip_humanoid.py or dqn_clip_classic.py")
     fields = {field.name for field in dataclasses.fields(script.Args)}
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in fields}
+    unknown = ", ".join(name for name, value in saved.items() if name not in fields and value)
+    if unknown:  # of a changed script or another version
+        print(
+            f"WARNING: {folder} was made with flags that mean nothing here: {unknown}",
+            file=sys.stderr,
+        )
     run = Run(folder, script, script.Args(**values))
     if script is sac and sac.check_env(run.args.env_id) != "states":
         raise UsageError(f"{folder}: {run.args.env_id} has no states to draw pictures from")

@@ -625,7 +625,7 @@ def foreign(folder, **files):
     return folder
 
 
-def test_missing_foreign_and_damaged_runs(runs, tmp_path):
+def test_missing_foreign_and_damaged_runs(runs, tmp_path, capsys):
     def message(folder, **settings):
         with pytest.raises(UsageError) as caught:
             eval_epic.success(eval_epic.Success(folder, out=tmp_path / "s", **settings))
@@ -634,6 +634,9 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
 
     assert "no args.json" in message(tmp_path / "nowhere")
     assert "damaged" in message(foreign(tmp_path / "a", args_json="{"))
+    args = json.loads((runs["good"] / "args.json").read_text()) | {"leap": True, "jump": False}
+    eval_epic.load_run(foreign(tmp_path / "e", args_json=json.dumps(args)))
+    assert "nothing here: leap\n" in capsys.readouterr().err
     alien = foreign(tmp_path / "b", args_json='{"env_id": "CartPole-v1", "lr": 1}')
     assert "not a run of sac_clip_humanoid.py or dqn" in message(alien)
     assert "no checkpoint 7; best.pt or one of: 64" in message(runs["good"], checkpoint="7")
