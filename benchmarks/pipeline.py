@@ -128,6 +128,11 @@ def memory(pid):
         return None
 
 
+def tenth(args):
+    """The number of rollouts in the first and the last tenth of the run."""
+    return max(1, args.rollouts // 10)
+
+
 def buffer_mb(args, steps):
     """What SAC's replay buffer takes for these steps; it is touched as it fills."""
     import gymnasium as gym
@@ -174,7 +179,8 @@ def run(args):
     }
     walls = np.array([event.wall_time for event in events.Scalars("time/update_s")])
     samples = np.array(samples).T
-    between = (walls[0] <= samples[0]) & (samples[0] <= walls[-1])
+    # after the first tenth: the first updates allocate once and for all
+    between = (walls[tenth(args)] <= samples[0]) & (samples[0] <= walls[-1])
     return scalars | {"wall": np.diff(walls)}, samples[:, between]
 
 
@@ -216,20 +222,19 @@ def main():
         ratio = table["end to end"]["steps/s"] / fastest
         result |= {"clip_alone_frames_per_s": fastest, "ratio_to_clip_alone": ratio}
         print(f"CLIP alone {fastest:.4g} frames/s: end to end is {ratio:.2f} of it")
-    tenth = max(1, args.rollouts // 10)
-    first, last = (
-        float(np.median(part)) / steps
-        for part in (scalars["wall"][:tenth], scalars["wall"][-tenth:])
-    )
+    few = tenth(args)
+    parts = scalars["wall"][:few], scalars["wall"][-few:]
+    first, last = (float(np.median(part)) / steps for part in parts)
     result["ms_per_step"] = {"first_tenth": 1e3 * first, "last_tenth": 1e3 * last}
     print(f"a step takes {1e3 * first:.3g} ms in the first tenth, {1e3 * last:.3g} ms in the last")
     if samples.shape[1]:
         (main_mb, main_end), (others_mb, others_end) = samples[1:, [0, -1]].tolist()
         result["memory_mb"] = {"main": [main_mb, main_end], "others": [others_mb, others_end]}
-        print(f"memory {main_mb:.0f} -> {main_end:.0f} MB, all processes below it", end=" ")
+        print("memory from the end of the first tenth to the end:", end=" ")
+        print(f"{main_mb:.0f} -> {main_end:.0f} MB, all processes below it", end=" ")
         print(f"{others_mb:.0f} -> {others_end:.0f} MB", end="")
         if args.env_id not in DQN_TASKS:
-            filled = buffer_mb(args, steps * args.rollouts)
+            filled = buffer_mb(args, steps * (args.rollouts - few))
             result["memory_mb"]["buffer_filled"] = filled
             print(f"; the replay buffer filled by {filled:.0f} MB", end="")
         print()
