@@ -75,7 +75,7 @@ def measure(states):
     Returns:
         dict of arrays, lengths in m:
         up [B]: z of the torso's upward axis, 1 is upright.
-        head, pelvis [B]: heights of their centres.
+        head, pelvis [B], hand [B, 2]: heights of their centres.
         imbalance [B]: by how much the extrapolated centre of mass, com + velocity sqrt(height / g)
             (Hof et al. 2005, J. Biomechanics 38), lies outside the hull of the contacts with the
             floor; inf in the air.
@@ -106,7 +106,7 @@ def measure(states):
     bends = [model.joint(f"{side}_knee").qposadr[0] for side in SIDES]
     n = len(states)
     single = "up head pelvis imbalance trunk pelvis_floor arms".split()
-    double = "foot shin thigh knee bend shin_front hand_hip".split()
+    double = "foot shin thigh knee bend shin_front hand hand_hip".split()
     facts = {name: np.full(n, np.inf) for name in single}
     facts |= {name: np.full((n, 2), np.inf) for name in double}
     facts |= {f"{name}_at": np.empty((n, 2, 3)) for name in ("knee", "foot", "hand", "elbow")}
@@ -150,6 +150,7 @@ def measure(states):
             facts["knee_at"][b, i] = level @ (knees[i] - pelvis)
             facts["foot_at"][b, i] = level @ (at[geom[f"{side}_foot"]] - pelvis)
             elbow = data.xpos[body[f"{side}_lower_arm"]]
+            facts["hand"][b, i] = at[hand_ids[i], 2]
             facts["hand_at"][b, i] = torso.T @ (at[hand_ids[i]] - data.xpos[body["torso"]])
             facts["elbow_at"][b, i] = torso.T @ (elbow - data.xpos[body["torso"]])
             facts["hand_hip"][b, i] = min(
@@ -179,8 +180,8 @@ def _feet(f):
 
 
 def _raised(f):
-    """Both hands above the head (its crown is 0.28 m above the torso's centre)."""
-    return (f["hand_at"][..., 2] > 0.25).all(1)
+    """Both hands above the head (its crown is 9 cm above its centre), however the torso leans."""
+    return (f["hand"] > f["head"][:, None] + 0.06).all(1)
 
 
 def _on_hips(f):

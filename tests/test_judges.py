@@ -1,7 +1,9 @@
 """The judges against the pose library, of whose code they use none, and against states by hand."""
 
 import inspect
+import math
 
+import mujoco
 import numpy as np
 import pytest
 
@@ -168,3 +170,16 @@ def test_the_task_of_a_run():
     assert judges.task_for("Humanoid-v5", ("a humanoid robot kneeling",)).name == "kneeling"
     assert judges.task_for("Humanoid-v5", ["a humanoid robot dancing"]) is None
     assert judges.task_for("HalfCheetah-v5", ["a humanoid robot kneeling"]) is None
+
+
+def test_raised_hands_are_above_the_head_and_not_beside_one_that_leans():
+    qpos = poses.sample("arms_raised", np.random.default_rng(4), 10)
+    assert judges._raised(judges.measure(qpos)).all()
+    leaning = qpos.copy()
+    leaning[:, 2] = 1.0
+    roll = np.array([math.cos(math.radians(30)), math.sin(math.radians(30)), 0.0, 0.0])
+    for upright, row in zip(qpos, leaning):  # by 60 degrees: one hand comes down beside the head
+        mujoco.mju_mulQuat(row[3:7], upright[3:7], roll)
+    facts = judges.measure(leaning)
+    assert (facts["hand_at"][..., 2] > 0.25).all(), "above it as the torso sees it"
+    assert not judges._raised(facts).any()
