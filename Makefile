@@ -44,7 +44,7 @@ browser:
 			apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null \
 			|| echo "that was not possible here: two tests will fail and say what to install"; }
 
-# About 12 minutes on two cores once everything is installed. The paper's method but for: 24 times
+# Under ten minutes on two cores once everything is installed. The paper's method but for: 24 times
 # its updates per step, layer norm in the critics to bear them, observations normalised, and a camera
 # that stands 35 degrees beside the paper's, which sees whether the knees touch the floor. With a GPU
 # and the real CLIP see the README.
