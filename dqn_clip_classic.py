@@ -688,6 +688,7 @@ if __name__ == "__main__":
         )
         if buffer.count != global_step:
             print("WARNING: the replay buffer is newer than the checkpoint", file=sys.stderr)
+        del replay
 
     if use_clip:
         pool.wait_ready()
@@ -837,6 +838,7 @@ if __name__ == "__main__":
                     folder / f"step_{global_step}.pt": state,
                 }
             )
+            del replay  # a copy of what is filled: it would be kept until the next checkpoint
 
     bar.close()
     tenth = max(1, len(history) // 10)

@@ -1005,6 +1005,7 @@ if __name__ == "__main__":
                     folder / f"step_{global_step}.pt": state,
                 }
             )
+            del replay  # a copy of what is filled: it would be kept until the next checkpoint
 
     envs.close()
     bar.close()
