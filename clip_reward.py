@@ -608,17 +608,18 @@ class _Scorer:
             for start in range(first, min(first + chunk, len(source)), size)
         ]
         for turn, (start, stop) in enumerate(starts):
-            count, began = stop - start, time.perf_counter()
+            count = stop - start
             if drawn and not self.pad:
                 frames = torch.from_numpy(source[start:stop])
             else:
                 item = source.shape[1:] if drawn else self.renderer.frame_shape
+                # waits until the device has read what is in it: not a part of drawing
                 frames = self._buffer(turn, (size if self.pad else count, *item))
-                began = time.perf_counter()  # until here it waited for the device to have read it
-                if drawn:
-                    frames[:count] = torch.from_numpy(source[start:stop])
-                else:
-                    self.renderer.render(source[start:stop], frames[:count].numpy())
+            began = time.perf_counter()
+            if not drawn:
+                self.renderer.render(source[start:stop], frames[:count].numpy())
+            elif self.pad:
+                frames[:count] = torch.from_numpy(source[start:stop])
             drew = time.perf_counter()
             render_s += drew - began
             if cuda:

@@ -79,8 +79,8 @@ def ranks(x):
 
 
 def spearman(x, y):
-    """Rank correlation of x and y [N]."""
-    return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
+    """Rank correlation of x and y [N]; nan if one of them is constant."""
+    return pearson(ranks(x), ranks(y))
 
 
 def distance_of(correlation):

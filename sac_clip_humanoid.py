@@ -452,7 +452,7 @@ def mlp(inputs: int, hidden: int, outputs: int, layer_norm: bool = False) -> nn.
 
 
 class TwinCritic(nn.Module):
-    """Q1 and Q2: observations [B, O], actions [B, A] -> values [2, B]."""
+    """Q1 and Q2: observations [B, O], actions [B, A] -> values [2, B]. normalize: the actor's."""
 
     def __init__(self, observation_dim, action_dim, hidden, layer_norm=False, normalize=None):
         super().__init__()

@@ -25,7 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import egl_render
 from clip_reward import CLIPReward, UsageError, load_clip
-from eval_epic import spearman
+from eval_epic import pearson, spearman
 from tiny_clip import classic, data, poses
 from tiny_clip.train import auc
 
@@ -176,7 +176,7 @@ def classic_figures(judge, count=500, sizes=(64, 96)):
             off = abs(line[along.argmax(), column] - goal)
             if off > most:
                 missed.append(f"{scene}, {size} px: largest reward {off:.3f} from the goal")
-            rank, linear = spearman(truth, rewards), np.corrcoef(truth, rewards)[0, 1]
+            rank, linear = spearman(truth, rewards), pearson(truth, rewards)
             figures = (f"{rank:.3f}", f"{linear:.3f}", f"{off:.3f}")
             rows.append((scene, size, *figures, f"{along.min():.2f} to {along.max():.2f}"))
     return rows, missed
