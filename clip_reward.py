@@ -1,35 +1,52 @@
-"""The reward: how well a picture fits a sentence, and the worker processes that compute it.
+"""The reward: how well a picture fits a sentence, and the workers that compute it.
 
     clip = load_clip("ViT-B-32/laion2b_s34b_b79k", device="cuda:0")
     reward = CLIPReward(clip, ["a humanoid robot kneeling"], ["a humanoid robot"], alpha=0.0)
     reward(frames)                                    # [B, H, W, 3] uint8 -> [B] float32
 
     with RewardPool(make_renderer, make_reward, devices=["cuda:0", "cuda:1"]) as pool:
-        rewards = pool.score(states)                  # [B, S] float64 -> [B] float32
+        for states in episode:                        # [N, S] float64, at every step
+            pool.put(states=states)                   # full chunks leave for the workers at once
+        rewards = pool.take()                         # [T * N] float32, waits for the rest
 
 Source: "Vision-Language Models are Zero-Shot Reward Models for Reinforcement Learning"
-(arXiv 2310.12921), sections 2.2 and 3.
+(arXiv 2310.12921), sections 2.2 and 3. Below the workers stands what both scripts do with a run's
+folder: flags, events, checkpoints, --resume.
 """
 
 import atexit
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
 import difflib
+import functools
 import itertools
+import json
 import logging
 import math
-import multiprocessing.connection
 import os
+import queue
+import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
+import timeit
 import traceback
+import types
 import urllib.request
-import weakref
 from dataclasses import dataclass
-from multiprocessing import shared_memory
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
+
+# Before torch: threads that spin for long while they wait are quickest on an idle machine, but with
+# another process on the same cores (the workers of a run) updates fall from 65 to 1 a second; with
+# this bound to 36 (2 cores, batch 256; docs/speed.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -37,6 +54,74 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import egl_render
+from egl_render import UsageError
+
+# ------------------------------------------------------------------------------ flags
+
+
+@dataclass
+class RewardArgs:
+    """The flags that are about the reward."""
+
+    reward: Literal["clip", "ground-truth"] = "clip"
+    """ground-truth is the environment's own reward, as a baseline"""
+    target_prompt: tuple[str, ...] = ()
+    """what to do, in words; several prompts are averaged"""
+    baseline_prompt: tuple[str, ...] = ()
+    """what the scene is anyway, several are averaged (only --reward-alpha needs it); default: "a
+    humanoid robot" for the humanoid, none for other tasks"""
+    reward_alpha: float = 0.0
+    """strength of goal-baseline regularisation, 0 (plain cosine) to 1 (only target - baseline)"""
+    clip_model: str = "ViT-bigG-14/laion2b_s39b_b160k"
+    """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: local-dir:tiny_clip"""
+    clip_batch_size: int = 64
+    """frames drawn and scored at once by a worker: memory and speed, no result but for rounding"""
+    clip_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """number format of CLIP's image tower; auto: fp16 on a GPU, else fp32"""
+    clip_cache_dir: str | None = None
+    """where downloaded weights are kept, default: open_clip's own cache"""
+    reward_devices: tuple[str, ...] = ()
+    """where frames are drawn and scored, a process each (one device may be named several times);
+    default: every CUDA device, else one "cpu" per core, at most four"""
+    allow_slow: bool = False
+    """start even if this machine would need days for the model"""
+
+    def devices(self) -> list[str]:
+        """The devices named, or the default."""
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        return list(self.reward_devices) or cuda or ["cpu"] * min(4, os.cpu_count() or 1)
+
+    def check(self, frames: int) -> None:
+        """Find what cannot work before anything slow starts; downloads the model if need be.
+
+        Args:
+            frames: how many pictures will be scored.
+        Raises:
+            UsageError: one line: what is wrong, with the value, and what to type instead.
+        """
+        here = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        for name in self.reward_devices:
+            if name not in here:
+                raise UsageError(f"--reward-devices {name} does not exist; here: {' '.join(here)}")
+        if self.clip_batch_size < 1:
+            raise UsageError(f"--clip-batch-size {self.clip_batch_size} is not positive")
+        if self.reward == "clip":
+            check_prompts(self.target_prompt, self.baseline_prompt, self.reward_alpha)
+            check_cost(self.clip_model, self.devices(), frames, self.allow_slow)
+            check_model(self.clip_model, self.clip_cache_dir)
+
+
+def check_prompts(targets, baselines, alpha):
+    """Raise UsageError for prompts and a --reward-alpha that make no reward."""
+    if not targets or not all(map(str.strip, targets)):
+        raise UsageError('a target prompt is needed: --target-prompt "a humanoid robot kneeling"')
+    if not 0 <= alpha <= 1:
+        raise UsageError(f"--reward-alpha {alpha} is outside [0, 1]")
+    if alpha > 0 and not (baselines and all(map(str.strip, baselines))):
+        raise UsageError(f"--reward-alpha {alpha} needs a --baseline-prompt")
+    if alpha > 0 and sorted(targets) == sorted(baselines):
+        raise UsageError(f"--baseline-prompt {baselines} is the same as the target prompt")
+
 
 # ------------------------------------------------------------------------------ loading CLIP
 
@@ -47,15 +132,10 @@ OFFLINE_HELP = (
 )
 
 
-class UsageError(Exception):
-    """Something that the person at the terminal can mend; the message is one line that says how."""
-
-
 @dataclass
 class LoadedCLIP:
     """A CLIP ready to embed: open_clip model, its own tokenizer, its own preprocessing."""
 
-    name: str
     model: nn.Module
     tokenizer: object  # list[str] -> [B, context] int64
     preprocess: nn.Module  # [B, H, W, 3] uint8 -> [B, 3, h, w] float32, normalised
@@ -64,55 +144,43 @@ class LoadedCLIP:
 
 
 class Preprocess(nn.Module):
-    """open_clip's inference transform, on tensors, on the device they are on.
+    """open_clip's inference transform for tensors, on the device they are on.
 
     Args:
-        cfg: open_clip's preprocess dict: size, mean, std, interpolation ("bicubic", "bilinear"),
-            resize_mode ("shortest": fit the short edge, crop; "longest": fit the long edge, pad
-            with fill_color; "squash": ignore the aspect ratio).
+        cfg: open_clip's preprocess dict: size, mean, std, interpolation, resize_mode, fill_color.
     """
 
     def __init__(self, cfg):
         super().__init__()
-        from torchvision.transforms import InterpolationMode
+        import open_clip
 
-        size = cfg["size"]
-        self.size = (size, size) if isinstance(size, int) else tuple(size)
-        self.resize_mode = cfg["resize_mode"] or "shortest"
-        self.fill = cfg.get("fill_color") or 0
-        bilinear = cfg["interpolation"] == "bilinear"
-        self.interpolation = InterpolationMode.BILINEAR if bilinear else InterpolationMode.BICUBIC
+        keys = "mean std interpolation resize_mode fill_color".split()
+        cfg = {key: cfg[key] for key in ("size", *keys) if cfg.get(key) is not None}
+        transforms = open_clip.image_transform(cfg.pop("size"), is_train=False, **cfg).transforms
+        # the resizing, and the cropping or padding if there is one; then two for PIL's pictures
+        *self.geometry, _, _, normalize = transforms
         # (x / 255 - mean) / std as one multiply-add
-        mean, std = (torch.as_tensor(cfg[k], dtype=torch.float32) for k in ("mean", "std"))
-        self.register_buffer("scale", (1 / (255 * std)).view(-1, 1, 1).expand(3, 1, 1).clone())
-        self.register_buffer("shift", (-mean / std).view(-1, 1, 1).expand(3, 1, 1).clone())
+        statistics = torch.tensor([normalize.mean, normalize.std])
+        mean, std = statistics.view(2, -1, 1, 1).expand(2, 3, 1, 1)
+        self.register_buffer("scale", 1 / (255 * std))
+        self.register_buffer("shift", -mean / std)
 
     def forward(self, frames):
         """[B, H, W, 3] uint8 -> [B, 3, h, w] float32."""
         from torchvision.transforms.v2 import functional as F
 
         images = frames.permute(0, 3, 1, 2)
-        height, width = images.shape[-2:]
-        target_h, target_w = self.size
-        if (height, width) != self.size:
-            if self.resize_mode == "squash":
-                size = self.size
-            else:
-                ratios = (target_h / height, target_w / width)
-                ratio = min(ratios) if self.resize_mode == "longest" else max(ratios)
-                if self.resize_mode == "longest":  # rounds as open_clip does
-                    size = (round(height * ratio), round(width * ratio))
-                elif ratio == ratios[0]:  # rounds down as torchvision does
-                    size = (target_h, target_h * width // height)
-                else:
-                    size = (target_w * height // width, target_w)
+        for transform in self.geometry:
+            if not hasattr(transform, "interpolation"):
+                images = transform(images)
+                continue
+            size = transform.size
+            if hasattr(transform, "get_params"):  # open_clip's own, written for PIL's pictures
+                picture = types.SimpleNamespace(size=images.shape[:1:-1])
+                size = transform.get_params(picture, size, transform.longest)
+            size = [size] if isinstance(size, int) else list(size)  # one number: the shorter edge
             # uint8 in, uint8 out: rounds and clamps after the filter, as PIL does
-            images = F.resize(images, size, self.interpolation, antialias=True)
-            if self.resize_mode == "longest":
-                pad_h, pad_w = target_h - size[0], target_w - size[1]
-                sides = [pad_w // 2, pad_h // 2, pad_w - pad_w // 2, pad_h - pad_h // 2]
-                images = F.pad(images, sides, fill=self.fill)
-            images = F.center_crop(images, list(self.size))
+            images = F.resize(images, size, transform.interpolation, antialias=True)
         return images.float() * self.scale + self.shift
 
 
@@ -137,34 +205,31 @@ def _resolve(name):
             folder = beside_us  # so that local-dir:tiny_clip works from any directory
         if not (folder / "open_clip_config.json").is_file():
             raise UsageError(f"--clip-model {name}: no open_clip_config.json in {folder.resolve()}")
-        if not any(folder.glob("open_clip*.safetensors")) and not any(
-            folder.glob("open_clip*.bin")
-        ):
+        if not [*folder.glob("open_clip*.safetensors"), *folder.glob("open_clip*.bin")]:
             raise UsageError(f"--clip-model {name}: no weights in {folder.resolve()}")
         return f"local-dir:{folder}", None, False
     if name.startswith("hf-hub:"):
         return name, None, False
     import open_clip  # which takes seconds: not for a folder
 
-    arch, slash, tag = name.partition("/")
-    if not slash or not tag:
+    arch, _, tag = name.partition("/")
+    if not tag:
         raise UsageError(
             f"--clip-model {name}: write ARCH/TAG, as in ViT-B-32/laion2b_s34b_b79k, or "
             f"local-dir:FOLDER, or hf-hub:ORG/NAME"
         )
     if arch not in open_clip.list_models():
+        nearest = _nearest(arch, open_clip.list_models())
         raise UsageError(
-            f"--clip-model {name}: open_clip knows no architecture {arch!r}; nearest: "
-            f"{_nearest(arch, open_clip.list_models())}"
+            f"--clip-model {name}: open_clip knows no architecture {arch!r}; nearest: {nearest}"
         )
     tags = open_clip.list_pretrained_tags_by_model(arch)
     random, tag = tag == "random" or tag.startswith("random:"), tag.removeprefix("random:")
     if random and tag == "random":
         tag = tags[0] if tags else None
     elif tag not in tags:
-        raise UsageError(
-            f"--clip-model {name}: {arch} has no weights {tag!r}; nearest: {_nearest(tag, tags)}"
-        )
+        nearest = _nearest(tag, tags)
+        raise UsageError(f"--clip-model {name}: {arch} has no weights {tag!r}; nearest: {nearest}")
     return arch, tag, random
 
 
@@ -180,8 +245,7 @@ def _go_offline_if_alone():
         port = address.port or {"http": 80, "https": 443}[address.scheme]
         socket.create_connection((address.hostname, port), timeout=5).close()
     except OSError:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for the workers
-        hub.HF_HUB_OFFLINE = True
+        hub.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"  # the latter for the workers
 
 
 def check_model(name, cache_dir=None):
@@ -199,56 +263,34 @@ def check_model(name, cache_dir=None):
     try:
         _go_offline_if_alone()
         open_clip.get_tokenizer(arch, cache_dir=cache_dir)  # small, so first
-        if arch.startswith("hf-hub:"):
-            from huggingface_hub import hf_hub_download
-
-            repository = arch.partition(":")[2]
-            hf_hub_download(repository, "open_clip_config.json", cache_dir=cache_dir)
-            open_clip.pretrained.download_pretrained_from_hf(repository, cache_dir=cache_dir)
-        else:
+        if tag:
             config = open_clip.get_pretrained_cfg(arch, tag)
             open_clip.download_pretrained(config, cache_dir=cache_dir)
+        else:
+            repository = arch.removeprefix("hf-hub:")
+            open_clip.pretrained.download_pretrained_from_hf(repository, cache_dir=cache_dir)
     except ImportError as error:
         raise UsageError(f"{name} needs another package: pip install {error.name}") from error
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
-        cause = next(iter(str(error).splitlines()), "") or repr(error)
+        cause = next(iter(str(error).splitlines()), "")[:200] or repr(error)
         if os.environ.get("HF_HUB_OFFLINE"):
             cause = "the model hub cannot be reached and they are not in the cache"
-        raise UsageError(
-            f"cannot get the weights of {name}: {cause[:200]}; {OFFLINE_HELP}"
-        ) from error
+        raise UsageError(f"cannot get the weights of {name}: {cause}; {OFFLINE_HELP}") from error
 
 
-def image_flops(name, cache_dir=None):
-    """Floating-point operations to embed one picture, counted on a model without storage.
-
-    Args:
-        name: as in `load_clip`. Of an hf-hub model the configuration (a few KB) is fetched.
-    """
+def image_flops(name):
+    """Floating-point operations to embed one picture, counted on a model without storage."""
     import open_clip
     from torch.utils.flop_counter import FlopCounterMode
 
-    arch, _, _ = _resolve(name)
-    if arch.startswith("hf-hub:"):
-        from huggingface_hub import hf_hub_download
-
-        _go_offline_if_alone()
-        config = hf_hub_download(
-            arch.partition(":")[2], "open_clip_config.json", cache_dir=cache_dir
-        )
-        arch = f"local-dir:{Path(config).parent}"
-    logger = logging.getLogger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # open_clip warns of random weights; these are none at all
-    with torch.device("meta"):
-        model = open_clip.create_model(
-            arch, load_weights=False, pretrained_text=False, device="meta"
-        )
-        model.eval().requires_grad_(False)
-        logger.setLevel(level)
+    options = {"load_weights": False, "pretrained_text": False, "device": "meta"}
+    logging.disable()  # open_clip warns of random weights; these are none at all
+    with torch.device("meta"), torch.no_grad():
+        model = open_clip.create_model(_resolve(name)[0], **options).eval()
+        logging.disable(logging.NOTSET)
         size = model.visual.image_size
         size = (size, size) if isinstance(size, int) else size
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter:
             model.encode_image(torch.empty(1, 3, *size))
     return counter.get_total_flops()
 
@@ -256,71 +298,43 @@ def image_flops(name, cache_dir=None):
 SMALL_WEIGHTS = 20 * 2**20  # bytes: tiny_clip has 12 MB, and RN50, the smallest of CLIP's, 244
 
 
-def check_cost(name, devices, frames, allow_slow=False, cache_dir=None):
-    """Refuse to start in silence what a CPU cannot finish; nothing has been downloaded by then.
+def check_cost(name, devices, frames, allow_slow=False):
+    """Refuse to start in silence what would take a CPU over a day; nothing is downloaded by then.
 
     Args:
-        devices: the reward devices; with a CUDA device among them there is nothing to refuse.
-        frames: how many pictures the run will score.
+        devices: the reward devices; where all are CUDA's there is nothing to refuse.
+        frames: how many pictures will be scored.
         allow_slow: go on with a warning instead.
     Raises:
-        UsageError: a picture would take over a second, or the run over a day.
+        UsageError: what it would take, by the model's operations and this CPU's measured speed.
     """
-    on_cpu = sum(not str(device).startswith("cuda") for device in devices)
-    if not on_cpu:
+    on_cpu = sum(device == "cpu" for device in devices)
+    folder = Path(_resolve(name)[0].removeprefix("local-dir:"))
+    small = sum(x.stat().st_size for x in folder.glob("open_clip*")) < SMALL_WEIGHTS
+    if not on_cpu or (name.startswith("local-dir:") and small):
         return
-    if name.startswith("local-dir:"):
-        files = Path(_resolve(name)[0].removeprefix("local-dir:")).glob("open_clip*")
-        if sum(file.stat().st_size for file in files) < SMALL_WEIGHTS:
-            return  # and spare importing open_clip to count
     try:
-        flops = image_flops(name, cache_dir)
-    except UsageError:
-        raise
-    except Exception as error:  # an architecture that cannot be counted this way, or no network
+        flops = image_flops(name)
+    except Exception as error:  # an architecture that cannot be counted so, or not without network
         print(f"WARNING: cost of {name} on this CPU unknown ({error})", file=sys.stderr)
         return
     a = torch.randn(1024, 1024)
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        a @ a
-        times.append(time.perf_counter() - start)
-    seconds = flops / (2 * 1024**3 / sorted(times)[1])
+    seconds = flops / (2 * 1024**3) * min(timeit.repeat(lambda: a @ a, number=2, repeat=4)) / 2
     # CPU workers share the cores; a GPU beside them gets no more than its share of the frames
-    days = seconds * frames * on_cpu / len(devices) / 86400
-    if seconds < 1 and days < 1:
-        return
-    cost = (
-        f"{name} on this machine's CPU: at least {seconds:.2g} s a frame, {days:,.1f} days for the "
-        f"{frames:,} frames of this run"
-    )
-    if allow_slow:
-        print(f"WARNING: {cost}", file=sys.stderr)
-        return
-    raise UsageError(
-        f"{cost}; nothing was downloaded. Use a machine with a CUDA GPU, or the small embedded "
-        f"model: --clip-model local-dir:tiny_clip --render-size 96 (or --allow-slow to go on "
-        f"regardless)"
-    )
+    hours = seconds * frames * on_cpu / len(devices) / 3600
+    total = f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
+    cost = f"{name} on this machine's CPU: at least {seconds:.2g} s a frame, {total} for {frames:,}"
+    if hours > 24 and not allow_slow:
+        raise UsageError(
+            f"{cost} frames; nothing was downloaded. Use a machine with a CUDA GPU, or the small "
+            "embedded model: --clip-model local-dir:tiny_clip --render-size 64 (or --allow-slow)"
+        )
+    if hours > 1:
+        print(f"WARNING: {cost} frames", file=sys.stderr)
 
 
-class _StandInTokenizer:
-    """For random weights only, whose real tokenizer would have to be downloaded: bytes as ids."""
-
-    def __init__(self, context_length):
-        self.context_length = context_length
-
-    def __call__(self, texts):
-        ids = torch.zeros(len(texts), self.context_length, dtype=torch.long)
-        for row, text in zip(ids, texts, strict=True):
-            data = list(text.encode())[: self.context_length]
-            row[: len(data)] = torch.tensor(data) + 1
-        return ids
-
-
-def load_clip(name, device="cpu", precision="auto", cache_dir=None, compile=False):
-    """Load a CLIP-like model with its own tokenizer and preprocessing.
+def load_clip(name, device="cpu", precision="auto", cache_dir=None):
+    """Load a CLIP-like model, its tokenizer and preprocessing -> LoadedCLIP, in eval mode.
 
     Args:
         name: "ARCH/TAG" for any pair of `open_clip.list_pretrained()`; "local-dir:PATH";
@@ -330,10 +344,6 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None, compile=Fals
         precision: "fp32", "bf16", "fp16" of the image tower, or "auto": fp16 on CUDA, else fp32.
             The text tower is only used once per prompt: it stays in float32 in the host's memory.
         cache_dir: where downloads go; None is the libraries' own place.
-        compile: torch.compile the image tower, anew for every shape of a batch;
-            benchmarks/clip_speed.py measures what that gains. Ignored without CUDA.
-    Returns:
-        LoadedCLIP, in eval mode, without gradients.
     Raises:
         UsageError: unknown name, or weights that cannot be had. Never silently random.
     """
@@ -349,7 +359,6 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None, compile=Fals
         torch.backends.cudnn.allow_tf32 = False
     arch, tag, random = _resolve(name)
     config = (open_clip.get_pretrained_cfg(arch, tag) if tag else {}) or {}
-    keys = ("mean", "std", "interpolation", "resize_mode")
     # OpenAI's weights were trained with QuickGELU; open_clip only warns when the architecture's
     # default activation does not fit the weights, and gives wrong embeddings
     options = {"force_quick_gelu": True} if config.get("quick_gelu") else {}
@@ -358,46 +367,39 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None, compile=Fals
             f"WARNING: {name} has RANDOM weights; its reward means nothing (tests and benchmarks)",
             file=sys.stderr,
         )
+        keys = [k for k in ("mean", "std", "interpolation", "resize_mode") if config.get(k)]
+        options |= {"force_preprocess_cfg": {key: config[key] for key in keys}}
+        options |= {"load_weights": False, "pretrained_text": False}
         on = device if device.type == "cuda" else torch.device("cpu")  # which draws them in seconds
         with torch.random.fork_rng(devices=[on] if on.type == "cuda" else []), on:
             torch.manual_seed(0)  # every worker must draw the same weights
-            model = open_clip.create_model(
-                arch,
-                device=on,
-                load_weights=False,
-                pretrained_text=False,
-                force_preprocess_cfg={k: config[k] for k in keys if config.get(k)},
-                **options,
-            ).cpu()
+            model = open_clip.create_model(arch, device=on, **options).cpu()
+        # they know no words, and the real tokenizer may have to be downloaded
+        tokenizer = functools.partial(_bytes_as_tokens, getattr(model, "context_length", 64))
     else:
         check_model(name, cache_dir)
-        model = open_clip.create_model(
-            arch, tag, cache_dir=cache_dir, require_pretrained=True, **options
-        )
-    try:
-        if random:
-            _go_offline_if_alone()
+        options |= {"cache_dir": cache_dir, "require_pretrained": True}
+        model = open_clip.create_model(arch, tag, **options)
         tokenizer = open_clip.get_tokenizer(arch, cache_dir=cache_dir)
-    except Exception as error:
-        if not random or isinstance(error, ImportError):
-            raise
-        tokenizer = _StandInTokenizer(getattr(model, "context_length", 64))
     model.eval().requires_grad_(False)
-    if hasattr(model.visual, "layer1"):  # CLIP's residual networks
+    residual_network = hasattr(model.visual, "layer1")
+    if residual_network:
         _fold_batch_norm(model.visual)
     model.visual.to(dtypes[precision])  # before the move: the device never holds it in float32
     model.visual.to(device)  # and nothing else: of ViT-bigG-14 the text tower is a quarter
-    if device.type == "cpu" and hasattr(model.visual, "layer1"):
+    if residual_network and device.type == "cpu":
         model.visual.to(memory_format=torch.channels_last)  # convolutions: the frames come so
-    if compile and device.type == "cuda":
-        model.visual.compile(dynamic=False)
     preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
-    return LoadedCLIP(name, model, tokenizer, preprocess, device, dtypes[precision])
+    return LoadedCLIP(model, tokenizer, preprocess, device, dtypes[precision])
+
+
+def _bytes_as_tokens(length, texts):
+    return torch.tensor([[*text.encode().ljust(length, b"\0")[:length]] for text in texts])
 
 
 def _fold_batch_norm(module):
     """Make one convolution of each and the batch norm that follows it: the same function of an
-    evaluated network but for rounding, and less memory to go through."""
+    evaluated network but for rounding, 1.18 times as fast on the CPU."""
     from torch.nn.utils.fusion import fuse_conv_bn_eval
 
     for (name, conv), (next_name, norm) in itertools.pairwise(module.named_children()):
@@ -422,10 +424,10 @@ class CLIPReward(nn.Module):
     alpha = 0 with one target prompt is the plain cosine similarity s . g.
 
     Args:
-        clip: LoadedCLIP. Its text tower is dropped once the prompts are embedded.
+        clip: LoadedCLIP. It stays as it is and can serve other rewards.
         target_prompts, baseline_prompts: lists of str; several are averaged (mean of the unit-norm
             embeddings, not renormalised). The baseline may be empty when alpha is 0.
-        alpha: regularisation strength in [0, 1].
+        alpha: regularisation strength in [0, 1]; an attribute that may be changed.
     Raises:
         UsageError: no target prompt, no baseline prompt though alpha > 0, alpha outside [0, 1], or
             target and baseline that mean the same to the model.
@@ -433,39 +435,31 @@ class CLIPReward(nn.Module):
 
     def __init__(self, clip, target_prompts, baseline_prompts=(), alpha=0.0):
         super().__init__()
-        if not target_prompts:
-            raise UsageError("a target prompt is needed")
-        if not 0.0 <= alpha <= 1.0:
-            raise UsageError(f"--reward-alpha must lie in [0, 1], not {alpha}")
-        if alpha > 0 and not baseline_prompts:
-            raise UsageError(f"--reward-alpha {alpha} needs a --baseline-prompt")
-        if getattr(clip.model, "text_tower_dropped", False):
-            raise ValueError("this LoadedCLIP served another CLIPReward already; load it again")
-        self.clip, self.alpha = clip, float(alpha)
+        check_prompts(target_prompts, baseline_prompts, alpha)
         self.model, self.preprocess = clip.model, clip.preprocess
-        g = self._embed_prompts(target_prompts)
-        b = self._embed_prompts(baseline_prompts) if baseline_prompts else g
+        self.device, self.dtype, self.alpha = clip.device, clip.dtype, float(alpha)
+
+        @torch.no_grad()
+        def embed(prompts):
+            embeddings = clip.model.encode_text(clip.tokenizer(list(prompts))).float()
+            return nn.functional.normalize(embeddings, dim=-1).mean(0).to(clip.device)
+
+        g = embed(target_prompts)
+        b = embed(baseline_prompts) if baseline_prompts else g
         d = g - b
         if alpha > 0 and d.norm() < 1e-6:
             raise UsageError("target and baseline prompt are the same to the model; change one")
         self.register_buffer("g", g)
         self.register_buffer("b", b)
         self.register_buffer("d", d / d.norm().clamp_min(1e-12))  # unit direction of L
-        for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
-            if hasattr(self.model, part):  # gigabytes, and never needed again
-                delattr(self.model, part)
-        self.model.text_tower_dropped = True
-
-    @torch.no_grad()
-    def _embed_prompts(self, prompts):
-        embeddings = self.model.encode_text(self.clip.tokenizer(list(prompts))).float()
-        return nn.functional.normalize(embeddings, dim=-1).mean(0).to(self.clip.device)
 
     @torch.no_grad()
     def embed_images(self, frames):
-        """frames [B, H, W, 3] uint8, any device -> [B, D] float32 unit-norm, on the model's."""
-        images = self.preprocess(frames.to(self.clip.device, non_blocking=True))
-        embeddings = self.model.encode_image(images.to(self.clip.dtype))
+        """frames uint8 [B, H, W, 3], or a single [H, W, 3], tensor on any device or array -> [B, D]
+        float32 unit-norm, on the model's device."""
+        frames = torch.as_tensor(frames).to(self.device)
+        images = self.preprocess(frames if frames.ndim == 4 else frames[None])
+        embeddings = self.model.encode_image(images.to(self.dtype))
         return nn.functional.normalize(embeddings.float(), dim=-1)
 
     def reward(self, embeddings):
@@ -475,23 +469,18 @@ class CLIPReward(nn.Module):
         return 1 - 0.5 * (mixed - self.g).square().sum(-1)
 
     def forward(self, frames):
-        """frames [B, H, W, 3] uint8 -> [B] float32."""
+        """frames as in `embed_images` -> [B] float32."""
         return self.reward(self.embed_images(frames))
 
 
-def make_clip_reward(
-    device,
-    clip_model,
-    target_prompts,
-    baseline_prompts=(),
-    alpha=0.0,
-    precision="auto",
-    cache_dir=None,
-    compile=False,
-):
-    """What a worker calls to get its reward; bind all but `device` with functools.partial."""
-    clip = load_clip(clip_model, device, precision, cache_dir, compile)
-    return CLIPReward(clip, target_prompts, baseline_prompts, alpha)
+def make_clip_reward(device, args: RewardArgs):
+    """What a worker calls to get its reward; bind `args` with functools.partial."""
+    clip = load_clip(args.clip_model, device, args.clip_precision, args.clip_cache_dir)
+    reward = CLIPReward(clip, args.target_prompt, args.baseline_prompt, args.reward_alpha)
+    for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
+        if hasattr(clip.model, part):  # gigabytes, and never needed again
+            delattr(clip.model, part)
+    return reward
 
 
 # ------------------------------------------------------------------------------ workers
@@ -501,558 +490,634 @@ class RewardWorkerError(RuntimeError):
     """A worker raised (its traceback is in the message) or died."""
 
 
-CPU_BATCH_SIZE = 256
-CUDA_BATCH_SIZES = [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]
-# No job is cut finer than this: tiny_clip on one core embeds 620 frames/s in batches of 16, 777 in
-# batches of 64, 801 in batches of 256.
-LEAST_BATCH = 64
+class Scorer:
+    """What happens on one device, whoever runs it: one thread owns the GL context and draws, one
+    owns the model and scores, so that chunk k + 1 is drawn while chunk k is scored.
 
-
-class _Scorer:
-    """What happens in one worker: states -> frames -> rewards, at most `batch_size` at once.
-
-    On CUDA the two host buffers take turns: while the device copies and scores one, the next chunk
-    is drawn into the other, so that a job costs max(render, CLIP) and not their sum.
+    Args:
+        make_renderer, make_reward: as in `RewardPool`.
+        device: a torch device.
     """
 
-    def __init__(
-        self, make_renderer, make_reward, make_video_renderer, needs_gl, device, batch_size
-    ):
-        self.device = torch.device(device)
-        self.pad = self.device.type == "cuda"  # chunks of one shape: nothing is tuned twice
-        self.description = str(device)
-        if make_renderer and needs_gl:  # before the reward: it imports no mujoco, but a user's may
-            self.description += ", " + egl_render.setup_gl(device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device.index or 0)
-        self.make_video_renderer = make_video_renderer
-        self.renderer = make_renderer() if make_renderer else None
-        self.video_renderer = None if make_video_renderer else self.renderer
+    def __init__(self, make_renderer, make_reward, device):
+        self.device, self.make_renderer = torch.device(device), make_renderer
+        self.cuda = self.device.type == "cuda"
+        egl_render.setup_gl(device)  # before anything imports mujoco
+        self.drawing, self.scoring = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
+        self.renderers = {}  # by size; made and used by the thread that draws
+        self.stream = torch.cuda.Stream(self.device) if self.cuda else None
+        self.loading = self.scoring.submit(self._load, make_reward)
+
+    def _load(self, make_reward):
+        # one after the other: two threads that import much at once may wait for each other
+        if self.make_renderer:
+            self.drawing.submit(self._renderer).result()
         self.reward = make_reward(self.device) if make_reward else None
-        self.buffers = []
-        self.batch_size = batch_size or self._largest_batch()
-        if self.reward:
-            self.description += f", at most {self.batch_size} frames at once"
 
-    @torch.inference_mode()
-    def _largest_batch(self):
-        """The largest of CUDA_BATCH_SIZES that leaves a tenth of the device's memory: for the
-        learner and for the frames of the next chunk."""
-        if self.device.type != "cuda" or not (self.reward and self.renderer):
-            return CPU_BATCH_SIZE
-        for size in CUDA_BATCH_SIZES:
-            try:
-                shape = (size, *self.renderer.frame_shape)
-                self.reward(torch.zeros(shape, dtype=torch.uint8, device=self.device)).cpu()
-                free, total = torch.cuda.mem_get_info(self.device)
-                fits = free > total / 10 or size == 1
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise
-                fits = False
-            torch.cuda.empty_cache()  # here the exception holds no tensor any more
-            if fits:
-                break
-        return size
+    def wait_ready(self):
+        """Wait for renderer and model -> one line on what they run on."""
+        self.loading.result()
+        drawn_by = getattr(self.renderers.get(None), "description", "")
+        line = f"reward worker on {self.device}"
+        return f"{line}, pictures by {drawn_by}" if drawn_by else line
 
-    def _buffer(self, turn, shape):
-        """[B, H, W, 3] uint8 of this shape in host memory that no copy reads any more."""
-        cuda = self.device.type == "cuda"
-        there = self.buffers[0].shape if self.buffers else (0,)
-        if there[0] < shape[0] or there[1:] != shape[1:]:
-            if cuda:
-                torch.cuda.synchronize()
-            self.buffers = [
-                torch.empty(shape, dtype=torch.uint8, pin_memory=cuda) for _ in range(1 + cuda)
-            ]
-            self.copied = [torch.cuda.Event() for _ in self.buffers] if cuda else []
-        if cuda:
-            self.copied[turn % 2].synchronize()
-        return self.buffers[turn % len(self.buffers)][: shape[0]]
+    def submit(self, kind, batch, size=None):
+        """Start one chunk: "states" [B, S] or "frames" [B, H, W, 3] to be scored, or "render".
 
-    def score(self, source, rewards, drawn, chunk):
-        """Score in chunks of `chunk`, in smaller parts where they do not fit.
-
-        Args:
-            source: states [B, S] float64, or frames [B, H, W, 3] uint8 if `drawn`.
-            rewards: [B] float32, written.
         Returns:
-            (seconds drawing, seconds in CLIP)
+            Future of (rewards [B] float32, seconds drawing, seconds scoring); of frames [B, H, W,
+            3] uint8 for "render", where size is an argument for make_renderer.
         """
-        while True:
-            parts = -(-chunk // self.batch_size)
-            size = -(-chunk // parts)  # as even as can be: a padded part is work for nothing
-            try:
-                return self._score(source, rewards, drawn, chunk, size)
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise
-                self.batch_size = size // 2
-            # outside of the handler, whose exception holds the tensors that were in the way
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            print(
-                f"WARNING: {self.device} ran out of memory with {size} frames at once; going on "
-                f"with --clip-batch-size {self.batch_size}",
-                file=sys.stderr,
-            )
+        if kind == "render":
+            return self.drawing.submit(lambda: self._renderer(size).render(batch))
+        drawn = self.drawing.submit(self._draw, kind, batch)
+        return self.scoring.submit(self._score, drawn)
+
+    def _renderer(self, size=None):
+        if size not in self.renderers:
+            options = {} if size is None else {"size": size}
+            self.renderers[size] = self.make_renderer(**options)
+        return self.renderers[size]
+
+    def _draw(self, kind, batch):
+        began = time.perf_counter()
+        if kind == "frames":
+            frames = torch.from_numpy(batch)
+        else:
+            renderer = self._renderer()
+            shape = (len(batch), *renderer.frame_shape)
+            frames = torch.empty(shape, dtype=torch.uint8, pin_memory=self.cuda)
+            renderer.render(batch, frames.numpy())
+        if self.cuda:  # copies beside what the model computes on the device's main stream
+            with torch.cuda.stream(self.stream):
+                frames = frames.to(self.device, non_blocking=True)
+            self.stream.synchronize()
+        return frames, time.perf_counter() - began
 
     @torch.inference_mode()
-    def _score(self, source, rewards, drawn, chunk, size):
-        render_s, clip_s, outputs, spans = 0.0, 0.0, [], []
-        cuda = self.device.type == "cuda"
-        # parts start where chunks do, so that none depends on which worker has which chunks
-        starts = [
-            (start, min(start + size, first + chunk, len(source)))
-            for first in range(0, len(source), chunk)
-            for start in range(first, min(first + chunk, len(source)), size)
-        ]
-        for turn, (start, stop) in enumerate(starts):
-            count = stop - start
-            if drawn and not self.pad:
-                frames = torch.from_numpy(source[start:stop])
-            else:
-                item = source.shape[1:] if drawn else self.renderer.frame_shape
-                # waits until the device has read what is in it: not a part of drawing
-                frames = self._buffer(turn, (size if self.pad else count, *item))
-            began = time.perf_counter()
-            if not drawn:
-                self.renderer.render(source[start:stop], frames[:count].numpy())
-            elif self.pad:
-                frames[:count] = torch.from_numpy(source[start:stop])
-            drew = time.perf_counter()
-            render_s += drew - began
-            if cuda:
-                span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                span[0].record()
-                frames = frames.to(self.device, non_blocking=True)
-                self.copied[turn % 2].record()
-                outputs.append(self.reward(frames)[:count])
-                span[1].record()
-                spans.append(span)
-            else:
-                outputs.append(self.reward(frames)[:count])
-                clip_s += time.perf_counter() - drew
-        if outputs:
-            result = torch.cat(outputs).float().cpu()
-            if not result.isfinite().all():
-                raise FloatingPointError("non-finite reward; try --clip-precision bf16 or fp32")
-            rewards[:] = result.numpy()
-        clip_s += sum(begin.elapsed_time(end) for begin, end in spans) / 1000
-        return render_s, clip_s
-
-    def render(self, states, frames):
-        """states [B, S] -> frames [B, H, W, 3], with the video renderer."""
-        self.video_shape()
+    def _score(self, drawn):
+        self.loading.result()
+        frames, render_s = drawn.result()
         began = time.perf_counter()
-        self.video_renderer.render(states, frames)
-        return time.perf_counter() - began, 0.0
-
-    def run(self, kind, source, target, chunk):
-        """One job: "render" states, or score "states" or "frames", into target."""
-        if kind == "render":
-            return self.render(source, target)
-        return self.score(source, target, kind == "frames", chunk)
-
-    def video_shape(self):
-        """Shape of the video renderer's frames; makes it when it is first asked for."""
-        if self.video_renderer is None:
-            self.video_renderer = self.make_video_renderer()
-        return self.video_renderer.frame_shape
+        try:
+            rewards = self.reward(frames).float().cpu()
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"{self.device} has no memory for {len(frames)} frames at once; use a smaller "
+                f"--clip-batch-size"
+            ) from error
+        if not rewards.isfinite().all():
+            raise FloatingPointError("non-finite reward; try --clip-precision bf16 or fp32")
+        return rewards.numpy(), render_s, time.perf_counter() - began
 
     def close(self):
-        """Free the renderers' GL contexts: one left to the end of a process may crash it there."""
-        for renderer in {self.renderer, self.video_renderer} - {None}:
-            getattr(renderer, "close", lambda: None)()
+        """Free the GL contexts, in the thread that made them: one left to the end of a process may
+        crash it there."""
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending and its threads have
+            for renderer in self.renderers.values():
+                if hasattr(renderer, "close"):
+                    self.drawing.submit(renderer.close)
+        for thread in (self.drawing, self.scoring):
+            thread.shutdown()
 
 
-class _SharedArray:
-    """A numpy array in named shared memory; the creator unlinks it, others attach by `spec`."""
-
-    def __init__(self, shape, dtype, name=None):
-        self.spec = (tuple(shape), np.dtype(dtype).str)
-        size = max(1, int(np.prod(shape)) * np.dtype(dtype).itemsize)
-        self.owner = name is None
-        if self.owner and os.path.isdir("/dev/shm"):
-            # writing past a full /dev/shm kills the process without a word
-            room = os.statvfs("/dev/shm")
-            if size > room.f_bavail * room.f_frsize:
-                raise MemoryError(
-                    f"{size / 2**20:.0f} MiB do not fit into /dev/shm; start the container with "
-                    "--shm-size=8g (or --ipc=host)"
-                )
-        self.memory = shared_memory.SharedMemory(name, create=self.owner, size=size)
-        self.spec += (self.memory.name,)
-        self.array = np.ndarray(shape, dtype, buffer=self.memory.buf)
-
-    def release(self):
-        self.array = None
-        self.memory.close()
-        if self.owner:
-            self.memory.unlink()
-
-
-def _exit_with_parent(parent_pid):
-    """End this process when its parent is gone, however the parent died and whatever we do."""
-    while os.getppid() == parent_pid:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _next_job(connection):
-    """The next job, or None when there will be none: told so, or the parent is gone."""
-    try:
-        return connection.recv()
-    except EOFError:
-        return None
-
-
-def _worker_main(connection, parent_pid, threads, setup):
-    """A worker's life: build the scorer, then serve jobs until told to stop."""
+def _serve(connection, device, make_renderer, make_reward):
+    """A worker process: answers come in the order of what was sent, "ready" before all."""
     # Ctrl-C and a SIGTERM to the whole group are the parent's business, which may want one more
     # rollout scored before it closes us
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(parent_pid,), daemon=True).start()
-    try:
-        if threads:
-            torch.set_num_threads(threads)
-        scorer = _Scorer(*setup)
-        connection.send(("ready", scorer.description))
-        while (job := _next_job(connection)) is not None:
-            number, kind, source_spec, target_spec, start, stop, chunk = job
-            if kind == "video_shape":
-                connection.send((number, scorer.video_shape()))
-                continue
-            source, target = _SharedArray(*source_spec), _SharedArray(*target_spec)
-            began = time.perf_counter()
-            seconds = scorer.run(kind, source.array[start:stop], target.array[start:stop], chunk)
-            speed = (stop - start) / (time.perf_counter() - began)
-            source.release()
-            target.release()
-            connection.send((number, (*seconds, speed)))
-        scorer.close()
-    except BaseException:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if device == "cpu":  # whatever the number of workers, the same sums in the same order
+        torch.set_num_threads(1)
+    scorer = Scorer(make_renderer, make_reward, device)
+    answering = concurrent.futures.ThreadPoolExecutor(1)
+
+    def answer(result):
         try:
-            connection.send(("error", traceback.format_exc()))
-        except OSError:
-            pass
-        sys.exit(1)
+            message = ("done", result())
+        except UsageError as error:
+            message = ("usage", str(error))
+        except BaseException:
+            message = ("error", traceback.format_exc())
+        connection.send(message)
+
+    answering.submit(answer, scorer.wait_ready)
+    try:
+        while (job := connection.recv()) is not None:
+            answering.submit(answer, scorer.submit(*job).result)
+    except (EOFError, OSError):  # the parent is gone, however it died
+        os._exit(1)
+    scorer.close()
 
 
-class RewardFuture:
-    """A job under way: `result()` waits and returns float32 [B]; `done()` tells without waiting."""
+class _Process:
+    """A `Scorer` in a process of its own: `submit` sends, `result` receives."""
 
-    def __init__(self, pool, number, kind, workers, source, target):
-        self._pool, self._number, self._kind = pool, number, kind
-        self._waiting = set(workers)
-        self._source, self._target, self._result = source, target, None
-        self.timings = {"render_s": 0.0, "clip_s": 0.0}
+    def __init__(self, name, *setup):
+        context = mp.get_context("spawn")  # which CUDA wants
+        self.connection, theirs = context.Pipe()
+        self.sending = threading.Lock()  # who closes is another thread than who feeds
+        self.process = context.Process(target=_serve, args=(theirs, *setup), name=name, daemon=True)
+        self.process.start()
+        theirs.close()
 
-    def _collect(self, block):
-        while self._waiting:
-            reply = self._pool._reply(self._number, self._waiting, block)
-            if reply is None:
-                return False
-            worker, (render_s, clip_s, speed) = reply
-            self._waiting.discard(worker)
-            if self._kind != "render":
-                self._pool._measured(worker, speed)
-            self.timings["render_s"] = max(self.timings["render_s"], render_s)
-            self.timings["clip_s"] = max(self.timings["clip_s"], clip_s)
-        if self._result is None:
-            self._result = self._target.array.copy()
-            self._pool._release(self._source, self._target)
-            self._pool.timings = self.timings
-        return True
+    def send(self, message):
+        with self.sending, contextlib.suppress(OSError):  # it died: `result` says how
+            self.connection.send(message)
 
-    def done(self):
-        """True when `result()` would not wait. Raises RewardWorkerError as `result` does."""
-        return self._collect(block=False)
+    def submit(self, *job):
+        self.send(job)
+        return self
 
     def result(self):
-        """The rewards [B] float32, in the order of the states.
+        """The next answer. Raises what the worker raised, RewardWorkerError if it died."""
+        try:
+            kind, value = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            code = self.process.exitcode
+            how = "was killed (out of memory?)" if code == -signal.SIGKILL else "died"
+            raise RewardWorkerError(f"{self.process.name} {how}, exit code {code}") from None
+        if kind == "usage":
+            raise UsageError(value)
+        if kind == "error":
+            raise RewardWorkerError(f"{self.process.name} failed:\n{value}")
+        return value
 
-        Raises:
-            RewardWorkerError: a worker raised or died.
-        """
-        self._collect(block=True)
-        return self._result
+    wait_ready = result  # the first answer
+
+    def close(self):
+        self.send(None)
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
 
 
 class RewardPool:
-    """One process per device that draws and scores its share of the states.
+    """Workers, one process each, that draw and score states in chunks of `batch_size`.
 
-    A job is cut into chunks of one size that depends on the job and on the number of workers alone;
-    a worker gets a run of them, the longer the faster it was in the jobs before. So no device waits
-    for another, and among equal devices no reward depends, to the last digit, on how fast they
-    were.
-
-    States go in and rewards come out through shared memory; pictures never leave a worker. Workers
-    start with spawn (CUDA wants it), in parallel, in the background; the constructor returns at
-    once. They end with `close()`, with the parent, or with the parent's death.
+    The chunks stand in one queue; in this process a thread per worker takes them from there and
+    keeps two with its worker, one being drawn and one being scored. Whoever is done takes the next,
+    so no device waits for another; and since chunks depend on nothing but the order of `put`, no
+    reward depends on who computed it. Pictures never leave a worker. Workers start in the
+    background; they end with `close()`, with the parent, or with the parent's death.
 
     Args:
         make_renderer: picklable, called without arguments in every worker once it is bound to its
             GPU; returns an object with .frame_shape (H, W, 3) and .render(states [B, S], out
-            [B, H, W, 3]). None when only frames are handed in.
+            [B, H, W, 3]). Called with size=... for `render`. None: only frames are handed in.
         make_reward: picklable, called as make_reward(device) in every worker; returns a module that
             maps frames [B, H, W, 3] uint8 on that device to [B] float32. None: only render.
         devices: torch devices, one worker each; one may be named several times. Empty: everything
-            happens in the caller's process (on cuda:0 if there is one).
-        batch_size: frames scored at once by one worker, at most; no result depends on it but for
-            rounding. None: on CUDA the largest power of two up to 512 that fits, on the CPU 256. A
-            worker whose device runs out of memory goes on with half, and says so. A worker on CUDA
-            holds two pinned buffers of batch_size x H x W x 3 bytes, or less if its jobs are small.
-        make_video_renderer: like make_renderer, for `render()`; default: the same renderer.
-        needs_gl: choose OpenGL in every worker; False for renderers that draw without it.
+            happens in this process, on cuda:0 if there is one.
+        batch_size: states per chunk.
     Attributes:
-        timings: {"render_s", "clip_s"} of the job finished last: seconds, the slowest worker's.
+        timings: {"render_s", "clip_s"} of what was taken last: seconds, a worker's on average.
         description: one line per worker once `wait_ready()` has returned.
     """
 
-    def __init__(
-        self,
-        make_renderer,
-        make_reward,
-        devices=("cpu",),
-        batch_size=None,
-        make_video_renderer=None,
-        needs_gl=True,
-    ):
-        self.timings = {"render_s": 0.0, "clip_s": 0.0}
-        self.description = []
-        self._jobs, self._replies, self._closed = 0, {}, False
-        self._processes, self._connections, self._shared = [], [], set()
-        self._scores = make_reward is not None
-        self._video_shape = None
-        self._local = None
-        myself = weakref.ref(self)
-        self._close_at_exit = lambda: myself() and myself().close()
-        if batch_size is not None and batch_size < 1:
-            raise UsageError(f"--clip-batch-size must be positive, not {batch_size}")
-        setup = (make_renderer, make_reward, make_video_renderer, needs_gl)
-        devices = [str(device) for device in devices]
-        self._batch_size = batch_size or CUDA_BATCH_SIZES[0]
-        self._speeds = [None] * len(devices)  # frames per second, of late
-        if not devices:
-            device = "cuda:0" if torch.cuda.is_available() else "cpu"
-            self._local = _Scorer(*setup, device, batch_size)
-            self.description = [self._local.description]
-            return
+    def __init__(self, make_renderer, make_reward, devices=("cpu",), batch_size=64):
+        if batch_size < 1:
+            raise UsageError(f"--clip-batch-size {batch_size} is not positive")
+        self.batch_size, self.scores = batch_size, make_reward is not None
+        self.timings, self.description = {"render_s": 0.0, "clip_s": 0.0}, []
+        self._queue, self._futures, self._closed = queue.SimpleQueue(), [], False
+        self._rows, self._kind = [], None  # what is put and makes no full chunk yet
+        setup = (make_renderer, make_reward)
+        self._workers = [
+            _Process(f"reward-worker-{index}-{device}", str(device), *setup)
+            for index, device in enumerate(devices)
+        ] or [Scorer(*setup, "cuda:0" if torch.cuda.is_available() else "cpu")]
         # Workers ignore SIGTERM: multiprocessing's own way to end them at exit would wait for ever
-        atexit.register(self._close_at_exit)
-        context = mp.get_context("spawn")
-        threads = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        )
-        threads = max(1, threads // max(1, sum(d == "cpu" for d in devices)))
-        for index, device in enumerate(devices):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_worker_main,
-                args=(
-                    theirs,
-                    os.getpid(),
-                    threads if device == "cpu" else None,
-                    (*setup, device, batch_size),
-                ),
-                name=f"reward-worker-{index}-{device}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
-        self._starting = set(range(len(devices)))
-        self.description = [""] * len(devices)
+        atexit.register(self.close)
+        self._ready = [concurrent.futures.Future() for _ in self._workers]
+        for worker, ready in zip(self._workers, self._ready):
+            threading.Thread(target=self._feed, args=(worker, ready), daemon=True).start()
+
+    def _feed(self, worker, ready):
+        """The life of a worker's thread: keep two chunks with it until there are no more."""
+        under_way = collections.deque([(ready, worker.wait_ready)])
+        while True:
+            try:
+                while len(under_way) < 2:
+                    job = self._queue.get(block=not under_way)
+                    if job is None:
+                        return
+                    future, *chunk = job
+                    under_way.append((future, worker.submit(*chunk).result))
+            except queue.Empty:
+                pass
+            future, result = under_way.popleft()
+            try:
+                future.set_result(result())
+            except BaseException as error:
+                future.set_exception(error)
 
     def wait_ready(self):
         """Wait until every worker has its renderer and its model.
 
         Raises:
-            RewardWorkerError: a worker could not start; its traceback is in the message.
+            UsageError, RewardWorkerError: a worker could not start.
         """
-        while self._local is None and self._starting:
-            self._receive(self._starting, block=True)
+        self.description = self._results(self._ready)
         return self
 
-    def submit(self, states=None, frames=None):
-        """Start scoring; returns a RewardFuture.
-
-        Args:
-            states: [B, S] float64, drawn and scored by the workers; any B, also 0. Or
-            frames: [B, H, W, 3] uint8, only scored.
-        """
-        if not self._scores:
+    def put(self, states=None, frames=None):
+        """Hand in states [B, S] float64 to be drawn and scored, or frames [B, H, W, 3] uint8; any
+        B. Every full chunk is on its way when this returns."""
+        if not self.scores:
             raise ValueError("this pool was made without make_reward; it can only render")
         if (states is None) == (frames is None):
             raise ValueError("hand in either states or frames")
-        if frames is None:
-            return self._start("states", np.asarray(states, np.float64), (), np.float32)
-        frames = np.asarray(frames)
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
-            raise ValueError(
-                f"frames must be [B, H, W, 3] uint8, not {frames.shape} {frames.dtype}"
-            )
-        return self._start("frames", frames, (), np.float32)
+        kind = "frames" if states is None else "states"
+        if self._rows and kind != self._kind:
+            raise ValueError("either states or frames between two calls of take()")
+        batch = np.array(frames if states is None else states, None if states is None else float)
+        if kind == "frames" and (batch.dtype != np.uint8 or batch.shape[3:] != (3,)):
+            raise ValueError(f"frames must be [B, H, W, 3] uint8, not {batch.shape} {batch.dtype}")
+        self._kind = kind
+        self._rows.extend(batch)
+        while len(self._rows) >= self.batch_size:
+            self._send_chunk()
+
+    def _send_chunk(self):
+        chunk = np.stack(self._rows[: self.batch_size])
+        del self._rows[: self.batch_size]
+        self._futures.append(self._submit(self._kind, chunk))
+
+    def _submit(self, *chunk):
+        if self._closed:
+            raise RuntimeError("the pool is closed")
+        future = concurrent.futures.Future()
+        self._queue.put((future, *chunk))
+        return future
+
+    def _results(self, futures):
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self):
+        """Rewards [B] float32 of all that was put since the last time, in its order; waits.
+
+        Raises:
+            RewardWorkerError: a worker raised or died; the pool is closed then.
+        """
+        if self._rows:
+            self._send_chunk()
+        futures, self._futures = self._futures, []
+        results = self._results(futures)
+        rewards, render_s, clip_s = zip(*results) if results else ([np.empty(0, np.float32)],) * 3
+        for name, seconds in (("render_s", render_s), ("clip_s", clip_s)):
+            self.timings[name] = float(np.sum(seconds)) / len(self._workers)
+        return np.concatenate(rewards)
 
     def score(self, states=None, frames=None):
-        """`submit(...).result()`: [B] float32."""
-        return self.submit(states, frames).result()
+        """`put` and `take`: [B] float32."""
+        self.put(states, frames)
+        return self.take()
 
-    def render(self, states):
-        """Draw states [B, S] with the video renderer: [B, H, W, 3] uint8."""
+    def render(self, states, size=None):
+        """Draw states [B, S]: [B, H, W, 3] uint8, as they are scored or at another size."""
         states = np.asarray(states, np.float64)
-        if self._video_shape is None:
-            if self._local:
-                self._video_shape = self._local.video_shape()
-            else:
-                number = self._new_job()
-                self._send(0, number, "video_shape", None, None, 0, 0, 0)
-                self._video_shape = self._reply(number, {0}, block=True)[1]
-        return self._start("render", states, self._video_shape, np.uint8).result()
-
-    def _start(self, kind, source, item_shape, dtype):
-        if self._closed:
-            raise RuntimeError("the pool is closed")
-        if self._local:
-            future = RewardFuture(self, 0, kind, (), None, None)
-            future._result = np.empty((len(source), *item_shape), dtype)
-            chunk = self._chunk(len(source), 1)
-            seconds = self._local.run(kind, source, future._result, chunk)
-            self.timings = future.timings = dict(zip(("render_s", "clip_s"), seconds, strict=True))
-            return future
-        shared = _SharedArray(source.shape, source.dtype)
-        self._shared.add(shared)
-        shared.array[:] = source
-        target = _SharedArray((len(source), *item_shape), dtype)
-        self._shared.add(target)
-        chunk = self._chunk(len(source), len(self._processes))
-        bounds = self._shares(-(-len(source) // chunk)) * chunk
-        number, workers = self._new_job(), []
-        for worker, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
-            stop = min(stop, len(source))
-            if stop > start:
-                self._send(worker, number, kind, shared.spec, target.spec, start, stop, chunk)
-                workers.append(worker)
-        return RewardFuture(self, number, kind, workers, shared, target)
-
-    def _chunk(self, count, workers):
-        """Frames per chunk: eight chunks a worker, so that drawing and CLIP overlap for seven
-        eighths of a job and shares can follow speeds, unless that makes too small batches."""
-        share = count / workers
-        chunks = max(1, min(8, int(share / LEAST_BATCH)), math.ceil(share / self._batch_size))
-        return max(1, math.ceil(share / chunks))
-
-    def _shares(self, chunks):
-        """Where each worker's run of chunks starts, and the end: [workers + 1] int. One chunk each,
-        so that everyone stays measured, and the others by speed."""
-        workers = len(self._processes)
-        if chunks <= workers:
-            return np.minimum(np.arange(workers + 1), chunks)
-        speeds = np.array(self._speeds if all(self._speeds) else [1.0] * workers)
-        ideal = speeds.cumsum() / speeds.sum() * chunks
-        bounds = np.concatenate([[0], ideal.round().astype(int)])
-        for worker in range(workers):  # forwards at least one each, backwards one left for each
-            bounds[worker + 1] = max(bounds[worker + 1], bounds[worker] + 1)
-        return np.minimum(bounds, chunks - np.arange(workers, -1, -1))
-
-    def _measured(self, worker, speed):
-        """Average over the last jobs: one is noisy where other programs run."""
-        self._speeds[worker] = (speed + (self._speeds[worker] or speed)) / 2
-
-    def _new_job(self):
-        self._jobs += 1
-        return self._jobs
-
-    def _send(self, worker, *job):
-        try:
-            self._connections[worker].send(job)
-        except OSError:  # it died: says how, with its traceback if it left one
-            self._receive({worker}, block=True)
-
-    def _reply(self, number, workers, block):
-        """(worker, payload) of job `number` from any of `workers`; None: not there, not block."""
-        while True:
-            for worker in workers:
-                if (worker, number) in self._replies:
-                    return worker, self._replies.pop((worker, number))
-            if not self._receive(workers, block):
-                return None
-
-    def _receive(self, workers, block):
-        """Take in one message from any of `workers`. False if there was none and not block."""
-        if self._closed:
-            raise RuntimeError("the pool is closed")
-        by_connection = {self._connections[w]: w for w in workers}
-        by_sentinel = {self._processes[w].sentinel: w for w in workers}
-        ready = multiprocessing.connection.wait(
-            [*by_connection, *by_sentinel], timeout=None if block else 0
-        )
-        for connection in ready:
-            if connection not in by_connection:
-                continue
-            worker = by_connection[connection]
-            try:
-                number, payload = connection.recv()
-            except (EOFError, OSError):
-                self._died(worker)
-            if number == "error":
-                name = self._processes[worker].name
-                self.close()
-                raise RewardWorkerError(f"{name} failed:\n{payload}")
-            if number == "ready":
-                self._starting.discard(worker)
-                self.description[worker] = payload
-            else:
-                self._replies[worker, number] = payload
-            return True
-        for sentinel in ready:
-            self._died(by_sentinel[sentinel])
-        return False
-
-    def _died(self, worker):
-        process = self._processes[worker]
-        process.join(5)
-        code = process.exitcode
-        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
-        if code == -9:
-            how += " (out of memory?)"
-        how += " while it started" if worker in self._starting else "; the job it had is lost"
-        self.close()
-        raise RewardWorkerError(f"{process.name} {how}")
+        chunks = [states[i : i + self.batch_size] for i in range(0, len(states), self.batch_size)]
+        frames = self._results([self._submit("render", chunk, size) for chunk in chunks])
+        return np.concatenate(frames)
 
     def close(self):
         """End the workers. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._close_at_exit)
-        if self._local:
-            self._local.close()
-        for connection in self._connections:
-            try:
-                connection.send(None)
-            except OSError:
-                pass
-        deadline = time.monotonic() + 5
-        for process in self._processes:
-            process.join(max(0.1, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-        for connection in self._connections:
-            connection.close()
-        self._release(*self._shared)
-
-    def _release(self, *arrays):
-        for array in arrays:
-            array.release()
-            self._shared.discard(array)
+        atexit.unregister(self.close)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        for _ in self._workers:
+            self._queue.put(None)
+        for worker in self._workers:
+            worker.close()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
+
+
+# ------------------------------------------------------------------------------ runs
+
+
+@dataclass
+class RunArgs:
+    """The flags that are about a run as such; the scripts' Args begin with them."""
+
+    exp_name: str = Path(sys.argv[0]).stem
+    """the name of this experiment"""
+    seed: int = 1
+    """seed of everything: networks, environments, exploration, replay"""
+    torch_deterministic: bool = True
+    """use deterministic algorithms on the GPU as well"""
+    cuda: bool = True
+    """learn on the GPU if there is one"""
+    compile: bool = False
+    """updates by torch.compile, and on the GPU as one CUDA graph (wants a C++ compiler)"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
+    wandb_project_name: str = "clip-reward"
+    """the wandb project"""
+    wandb_entity: str | None = None
+    """the wandb team, default: your own account"""
+    runs_dir: str = "runs"
+    """the folder that gets a folder for this run"""
+    checkpoint_freq: int = 128_000
+    """steps between checkpoints; the end of the run always has one"""
+    video_freq: int = 128_000
+    """steps between videos, and one at the end; 0: none"""
+    judge: str | None = None
+    """draw charts/success_rate by this judge of states, for you to look at and never as a reward: a
+    task of evaluation/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool)"""
+    resume: str | None = None
+    """folder of the run to go on with, as it was started; flags beside it that do not change the
+    experiment are accepted, such as a larger --total-timesteps"""
+
+    def check_bounds(self, positive="", shares=""):
+        """Raise UsageError for what no run can have: numbers out of bounds, `positive` and `shares`
+        (0 to 1) naming the script's own, too small a buffer, a --runs-dir without access."""
+        positive += " total_timesteps num_envs episode_length batch_size hidden_size gradient_steps"
+        rules = {
+            "is not positive": (positive, lambda x: 0 < x < math.inf),
+            "is negative": (
+                "seed learning_starts checkpoint_freq video_freq",
+                lambda x: 0 <= x < math.inf,
+            ),
+            "is outside [0, 1]": (shares, lambda x: 0 <= x <= 1),
+            "is outside [0, 1)": ("gamma", lambda x: 0 <= x < 1),
+            "is outside (0, 1]": ("tau", lambda x: 0 < x <= 1),
+        }
+        for problem, (names, holds) in rules.items():
+            for name in names.split():
+                if not holds(value := getattr(self, name)):
+                    raise UsageError(f"--{name.replace('_', '-')} {value} {problem}")
+        rollout = self.num_envs * self.episode_length
+        if self.buffer_size < rollout:
+            raise UsageError(f"--buffer-size {self.buffer_size} is less than a rollout, {rollout}")
+        try:
+            os.makedirs(self.runs_dir, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.runs_dir).close()
+        except OSError as error:
+            raise UsageError(f"--runs-dir {self.runs_dir}: {error.strerror}") from error
+
+
+# What flags beside --resume may change: how long, where and how often, but not what is learned.
+RESUME_MAY_CHANGE = set(
+    "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size clip_cache_dir "
+    "allow_slow cuda compile track judge runs_dir resume".split()
+)
+
+
+def flags(args):
+    """All flags of a dataclass, those of nested groups among them: {name: value}."""
+    values = {}
+    for name, value in vars(args).items():
+        values |= flags(value) if dataclasses.is_dataclass(value) else {name: value}
+    return values
+
+
+def from_flags(kind, values):
+    """The dataclass `kind` from what `flags` gave; what is missing gets its default."""
+    known = {}
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.default_factory):
+            known[field.name] = from_flags(field.default_factory, values)
+        elif field.name in values:
+            known[field.name] = values[field.name]
+    return kind(**known)
+
+
+def load_args(run_dir, Args):
+    """The Args that a run was started with, from its args.json.
+
+    Raises:
+        UsageError: no run's folder, a damaged args.json, or another script's.
+    """
+    path = Path(run_dir) / "args.json"
+    try:
+        saved = json.loads(path.read_text()).items()
+    except OSError as error:
+        raise UsageError(f"{run_dir}: not the folder of a run, it has no args.json") from error
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from error
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved}
+    if foreign := ", ".join(sorted(values.keys() - flags(Args()).keys())):
+        raise UsageError(f"{run_dir}: a run of another script or version; it has {foreign}")
+    return from_flags(Args, values)
+
+
+def parse_args(Args, description):
+    """The command line; with --resume on top of the flags that the run was started with. From here
+    on a UsageError ends the program with one line and exit code 2."""
+    import tyro
+
+    def excepthook(kind, error, trace):
+        if issubclass(kind, UsageError):
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = excepthook
+    options = {"description": description, "config": (tyro.conf.OmitArgPrefixes,)}
+    args = tyro.cli(Args, **options)
+    if args.resume is None:
+        return args
+    saved = load_args(args.resume, Args)
+    if not (Path(args.resume) / "checkpoints/latest.pt").is_file():
+        raise UsageError(f"--resume {args.resume}: it has no checkpoints/latest.pt")
+    args = tyro.cli(Args, default=saved, **options)
+    was, now = flags(saved), flags(args)
+    for name in was.keys() - RESUME_MAY_CHANGE:
+        if was[name] != now[name]:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} was {was[name]!r} in the run to resume; drop it")
+    return args
+
+
+def save(path, content):
+    """torch.save, renamed into place when it is whole: a kill leaves no half-written file."""
+    torch.save(content, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+
+
+def seed_everything(args):
+    """Seed PyTorch for the networks (loops seed again for every rollout) -> learner's device."""
+    torch.manual_seed(args.seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # determinism wants it
+    torch.use_deterministic_algorithms(args.torch_deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would touch the whole buffer
+    return torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+
+
+def make_pool(args, make_renderer):
+    """The RewardPool of a run, or None where nothing is scored and nothing drawn for videos."""
+    use_clip = args.reward.reward == "clip"
+    if not use_clip and not (make_renderer and args.video_freq):
+        return None
+    score = functools.partial(make_clip_reward, args=args.reward) if use_clip else None
+    devices = args.reward.devices()[: None if use_clip else 1]
+    return RewardPool(make_renderer, score, devices, args.reward.clip_batch_size)
+
+
+def compile_update(update, device):
+    """`update(batch)` by torch.compile; on CUDA captured in a graph as well, with no Python and no
+    gaps between its kernels. All batches must have the shapes of the first."""
+    update = torch.compile(update, dynamic=False)
+    if device.type != "cuda":
+        return update
+    from tensordict.nn import CudaGraphModule
+
+    return CudaGraphModule(update, warmup=5)
+
+
+class Rings:
+    """What a replay buffer keeps: tensors `rings` that are filled in turn, and `count`, how many
+    rows were ever added."""
+
+    def state_dict(self):
+        # torch.save writes all that lies behind a slice, hence the copies
+        return {"count": self.count, "rings": [ring[: self.count].clone() for ring in self.rings]}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        for ring, filled in zip(self.rings, state["rings"], strict=True):
+            ring[: len(filled)] = filled
+
+
+def restore(learner, checkpoint):
+    """Load networks and optimisers {name: part}; of an optimiser's settings, which are this run's
+    and this device's, nothing."""
+    for name, part in learner.items():
+        state = checkpoint[name]
+        if "param_groups" in state:
+            state = state | {"param_groups": part.state_dict()["param_groups"]}
+        part.load_state_dict(state)
+
+
+def load_judge(args):
+    """The function states [B, S] -> [B] bool that --judge names, or None."""
+    if args.judge is None:
+        return None
+    from evaluation import judges
+
+    return judges.load_judge(args.judge, args.env_id)
+
+
+class Run:
+    """A run's folder with its event file and checkpoints, a progress bar, and Ctrl-C.
+
+    Attributes:
+        folder: runs/<env>__<exp>__<seed>__<time>/.
+        checkpoint: with --resume what checkpoints/latest.pt holds, else None.
+        history: mean reward of every rollout.
+        stopped: the number of the signal (Ctrl-C or SIGTERM) that asked for an end after the
+            rollout that is being played, or 0. A second one ends the program at once.
+    """
+
+    def __init__(self, args):
+        self.args, self.stopped, self.checkpoint, self.history = args, 0, None, []
+        self.first_step, self.began = 0, time.perf_counter()
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.folder = Path(args.resume or Path(args.runs_dir) / re.sub("[/:]", "_", name))
+        (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (self.folder / "args.json").write_text(json.dumps(flags(args), indent=2))
+        if args.resume:
+            path = self.folder / "checkpoints/latest.pt"
+            self.checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            self.history = self.checkpoint["history"]
+            self.first_step = self.checkpoint["global_step"]
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            names |= {"name": self.folder.name, "dir": self.folder}
+            wandb.init(sync_tensorboard=True, config=flags(args), **names)
+        from torch.utils.tensorboard import SummaryWriter  # slow to import: not before --help
+        from tqdm import tqdm
+
+        self.writer = SummaryWriter(self.folder, purge_step=self.first_step + 1)
+        rows = "\n".join(f"|{name}|{value}|" for name, value in flags(args).items())
+        self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
+        sys.stdout.reconfigure(line_buffering=True)  # a line per rollout in log files as well
+        options = {"unit": "step", "smoothing": 0.1, "disable": None}
+        self.bar = tqdm(total=args.total_timesteps, initial=self.first_step, **options)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        print(f"run folder {self.folder}\ncurves: tensorboard --logdir {args.runs_dir}")
+
+    def _stop(self, number, _):
+        if self.stopped:
+            sys.exit(128 + number)
+        self.stopped = number
+        os.write(2, b"\nstopping after this rollout; once more to stop now\n")
+
+    def log(self, global_step, rewards, env_rewards, success, seconds, more, note):
+        """One rollout: events, a line on the console, the bar.
+
+        Args:
+            rewards, env_rewards: [T, N], what is learned from and the environment's own.
+            success: [N] bool, or None.
+            seconds: {name: s} the rollout's time went into; more: {tag: value}.
+            note: for the end of the line.
+        """
+        self.history.append(float(rewards.mean()))
+        elapsed = time.perf_counter() - self.began
+        charts = {"SPS": (global_step - self.first_step) / elapsed}
+        charts["episodic_return"] = env_rewards.sum(0).mean()
+        if success is not None:
+            charts["success_rate"] = np.mean(success)
+        if self.args.reward.reward == "clip":
+            charts["episodic_clip_return"] = rewards.sum(0).mean()
+            charts["clip_reward"] = rewards.mean()
+        line = "  ".join(f"{name} {value:.4g}" for name, value in charts.items())
+        times = "  ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+        self.bar.write(f"step {global_step:,}  {line}  {times}  {note}")
+        self.bar.update(global_step - self.bar.n)
+        scalars = {f"charts/{name}": value for name, value in charts.items()} | more
+        scalars |= {f"time/{name}": value for name, value in seconds.items()}
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, global_step)
+
+    def due(self, every, previous_step, global_step):
+        """Whether what is to be done every so many steps is due: a multiple of `every` was passed,
+        or the run ends here. Never if `every` is 0."""
+        done = self.stopped or global_step >= self.args.total_timesteps
+        return every > 0 and bool(done or previous_step // every != global_step // every)
+
+    def save(self, global_step, learner, counters, buffer):
+        """Two files: checkpoints/step_<n>.pt, to be kept, and checkpoints/latest.pt, which has the
+        replay buffer as well and so all that --resume needs, to be replaced."""
+        state = {name: part.state_dict() for name, part in learner.items()}
+        state |= counters | {"global_step": global_step, "history": self.history}
+        save(self.folder / f"checkpoints/step_{global_step}.pt", state)
+        save(self.folder / "checkpoints/latest.pt", state | {"replay": buffer.state_dict()})
+
+    def save_video(self, global_step, frames, fps):
+        """frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, and small in TensorBoard."""
+        egl_render.write_video(self.folder / f"videos/step_{global_step}.mp4", frames, fps)
+        thin = -(-max(frames.shape[1:3]) // 200)  # TensorBoard takes GIFs: small ones
+        thumbnails = frames[:, ::thin, ::thin]
+        egl_render.add_video(self.writer, "videos/rollout", thumbnails, global_step, fps)
+
+    def close(self, global_step):
+        """Close all files; say what was learned, where things are, and how to go on."""
+        self.bar.close()
+        self.writer.close()
+        tenth = max(1, len(self.history) // 10)
+        first, last = np.mean(self.history[:tenth]), np.mean(self.history[-tenth:])
+        print(f"reward per step: {first:.4f} in the first tenth, {last:.4f} in the last")
+        print(f"videos and checkpoints are in {self.folder}")
+        if self.stopped and global_step < self.args.total_timesteps:
+            print(f"stopped; go on with: python {sys.argv[0]} --resume {self.folder}")
+            sys.exit(128 + self.stopped)

@@ -1,4 +1,4 @@
-"""Small picklable pieces that the tests hand to worker processes."""
+"""What several tests use: pieces for worker processes, running scripts, watching processes."""
 
 import os
 import subprocess
@@ -9,89 +9,53 @@ from pathlib import Path
 import numpy as np
 import torch
 
-HUMANOID_STATE_SIZE = 47  # nq 24 + nv 23
+import clip_reward
+import egl_render
+
+egl_render.setup_gl()  # before any test imports mujoco
+ROOT = Path(clip_reward.__file__).resolve().parent
+KNEELING = "a humanoid robot kneeling"
+TINY = "local-dir:tiny_clip"
 
 
 class PaintRenderer:
     """Paints the first number of a state (0..255) into every pixel of a tiny frame."""
 
-    frame_shape = (4, 4, 3)
+    def __init__(self, size=4):
+        self.frame_shape = (size, size, 3)
 
-    def render(self, states, out):
-        for state, frame in zip(states, out, strict=True):
+    def render(self, states, out=None):
+        frames = np.empty((len(states), *self.frame_shape), np.uint8) if out is None else out
+        for state, frame in zip(states, frames, strict=True):
             if state[0] < 0:
                 raise ValueError(f"cannot paint {state[0]}")
             frame[:] = np.uint8(state[0])
+        return frames
+
+    def close(self):
+        pass
 
 
 class MeanReward(torch.nn.Module):
-    """The mean pixel, after `delay` seconds a call."""
+    """The mean pixel times `gain`, after `delay` seconds a call, or else `error` is raised. A file
+    named after its process and the first pixel is in `folder` from the beginning of a call."""
 
-    def __init__(self, delay=0.0):
+    def __init__(self, device, delay=0.0, folder=None, gain=1.0, error=None):
         super().__init__()
-        self.delay = delay
+        self.delay, self.folder, self.gain, self.error = delay, folder, gain, error
 
     def forward(self, frames):
+        if self.folder:
+            (self.folder / f"{os.getpid()}_{frames.flatten()[0]}").touch()
         time.sleep(self.delay)
-        return frames.float().mean(dim=(1, 2, 3))
+        if self.error:
+            raise self.error
+        return self.gain * frames.float().mean(dim=(1, 2, 3))
 
 
-class HungryReward(MeanReward):
-    """The mean pixel, but no more than `fits` frames fit into the device's memory."""
-
-    def __init__(self, fits):
-        super().__init__()
-        self.fits, self.largest, self.shapes = fits, 0, set()
-
-    def forward(self, frames):
-        if len(frames) > self.fits:
-            raise torch.OutOfMemoryError(f"{len(frames)} frames do not fit")
-        self.largest = max(self.largest, len(frames))
-        self.shapes.add(len(frames))
-        return super().forward(frames)
-
-
-class RendezvousReward(MeanReward):
-    """The mean pixel, once `count` processes have come here at the same time."""
-
-    def __init__(self, folder, count):
-        super().__init__()
-        self.folder, self.count = folder, count
-
-    def forward(self, frames):
-        (self.folder / str(os.getpid())).touch()
-        deadline = time.monotonic() + 60
-        while len(list(self.folder.iterdir())) < self.count:
-            if time.monotonic() > deadline:
-                raise TimeoutError("nobody else came: the workers do not work side by side")
-            time.sleep(0.01)
-        return super().forward(frames)
-
-
-def make_rendezvous_reward(device, folder, count):
-    return RendezvousReward(folder, count)
-
-
-def make_paint_renderer():
-    return PaintRenderer()
-
-
-def make_mean_reward(device, delay=0.0):
-    return MeanReward(delay)
-
-
-def make_broken_reward(device):
-    raise LookupError("this model was never there")
-
-
-def make_humanoid_renderer(size=96, quality="light", textured=False):
-    import gymnasium as gym
-
-    import egl_render
-
-    env = gym.make("Humanoid-v5").unwrapped
-    model = egl_render.textured_model(env.fullpath) if textured else env.model
-    return egl_render.MujocoRenderer(model, size, egl_render.PAPER_CAMERA, quality)
+def make_nothing(device, error):
+    """A make_reward that fails."""
+    raise error
 
 
 def humanoid_states(count, seed=0):
@@ -101,64 +65,70 @@ def humanoid_states(count, seed=0):
     env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1)
     env.reset(seed=seed)
     env.action_space.seed(seed)
-    states = np.empty((count, HUMANOID_STATE_SIZE))
-    for state in states:
+    data, states = env.unwrapped.data, []
+    for _ in range(count):
         env.step(env.action_space.sample())
-        data = env.unwrapped.data
-        state[:] = np.concatenate([data.qpos, data.qvel])
+        states.append(np.concatenate([data.qpos, data.qvel]))
     env.close()
-    return states
+    return np.stack(states)
 
 
-def importable_environment():
-    """The environment for a new Python process that can import what this one can."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+# ------------------------------------------------------------------------------ processes
 
 
-def process_is_alive(pid):
-    """True if `pid` runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids, seconds):
-    """The pids still alive after at most `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        alive = [pid for pid in pids if process_is_alive(pid)]
-        if not alive:
-            break
-        time.sleep(0.1)
-    return [pid for pid in pids if process_is_alive(pid)]
+def environment(**changes):
+    """For a new Python process that can import what this one can, but starts like a user's: without
+    what was set in this one by importing."""
+    path = os.pathsep.join(path for path in sys.path if path)
+    ours = ("GOMP_SPINCOUNT", "MUJOCO_GL", "LP_NUM_THREADS")
+    usual = {name: value for name, value in os.environ.items() if name not in ours}
+    return usual | {"PYTHONPATH": path} | changes
 
 
 def descendants(pid):
-    """All living processes below `pid`."""
+    """All living processes below `pid` (a zombie does not live)."""
     parents = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as stat:
-                    fields = stat.read().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if fields[0] != "Z":
-                parents.setdefault(int(fields[1]), []).append(int(entry))
-    found, queue = [], [pid]
-    while queue:
-        for child in parents.get(queue.pop(), []):
-            found.append(child)
-            queue.append(child)
-    return found
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, *_ = entry.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            parents.setdefault(int(parent), []).append(int(entry.parent.name))
+    found = [pid]
+    for process in found:
+        found += parents.get(process, [])
+    return found[1:]
 
 
-def run_script(command, code=0, **environment):
-    """Run a training script; returns the finished process after checking its exit code."""
+def wait_until(condition, seconds=120):
+    """Whether `condition()` came true within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true
+
+
+def gone(pids):
+    """Whether none of these processes lives."""
+
+    def lives(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    return not any(map(lives, pids))
+
+
+# ------------------------------------------------------------------------------ scripts
+
+
+def run(*words, code=0, **changes):
+    """Run Python as a user does, with changes to the environment -> the finished process."""
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | environment
+        [sys.executable, *map(str, words)],
+        **{"capture_output": True, "text": True, "timeout": 600, "env": environment(**changes)},
     )
     assert process.returncode == code, process.stdout + process.stderr
     return process
@@ -168,6 +138,15 @@ def only_run(runs_dir):
     """The one run folder in there."""
     (folder,) = [path for path in Path(runs_dir).iterdir() if path.is_dir()]
     return folder
+
+
+def checkpoint(folder, name="latest"):
+    return torch.load(folder / f"checkpoints/{name}.pt", weights_only=True)
+
+
+def rings(folder):
+    """What lies in the replay buffer of a finished run."""
+    return checkpoint(folder)["replay"]["rings"]
 
 
 def scalars(folder):

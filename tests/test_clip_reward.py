@@ -6,40 +6,48 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import helpers
 import numpy as np
 import open_clip
 import pytest
 import torch
+from helpers import MeanReward, PaintRenderer, wait_until
 from PIL import Image
 
 import clip_reward
-from clip_reward import CLIPReward, RewardPool, RewardWorkerError, UsageError, load_clip
+import sac_clip_humanoid as sac
+from clip_reward import CLIPReward, RewardArgs, RewardPool, RewardWorkerError, UsageError, load_clip
 
-TINY = "local-dir:tiny_clip"
-TARGETS = ["a humanoid robot kneeling", "a robot on its knees"]
+TINY = helpers.TINY
+TARGETS = [helpers.KNEELING, "a robot on its knees"]
 BASELINES = ["a humanoid robot", "a robot"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_clip(TINY)
+
+
+@pytest.fixture(scope="module")
+def rn50():
+    return load_clip("RN50/random:openai")
 
 
 @pytest.fixture(scope="module")
 def frames():
     """[6, 120, 120, 3] uint8: pictures of a falling humanoid."""
-    import egl_render
-
-    egl_render.setup_gl("cpu")
-    renderer = helpers.make_humanoid_renderer(120)
-    pictures = renderer.render(helpers.humanoid_states(60)[::10])
-    renderer.close()
-    return pictures
+    make_renderer = functools.partial(sac.make_renderer, sac.Args(), 120)
+    with RewardPool(make_renderer, None, []) as pool:
+        return pool.render(helpers.humanoid_states(60)[::10])
 
 
 def text_embeddings(prompts):
     """[len, D] float64 unit-norm, straight from open_clip."""
-    model = open_clip.create_model("local-dir:tiny_clip").eval()
-    tokens = open_clip.get_tokenizer("local-dir:tiny_clip")(prompts)
+    model = open_clip.create_model(TINY).eval()
     with torch.no_grad():
-        embeddings = model.encode_text(tokens).double().numpy()
+        embeddings = model.encode_text(open_clip.get_tokenizer(TINY)(prompts)).double().numpy()
     return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
 
@@ -48,8 +56,8 @@ def text_embeddings(prompts):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("targets, baselines", [(TARGETS[:1], BASELINES[:1]), (TARGETS, BASELINES)])
-def test_reward_is_the_papers_formula(frames, alpha, targets, baselines):
-    reward = CLIPReward(load_clip(TINY), targets, baselines, alpha)
+def test_reward_is_the_papers_formula(tiny, frames, alpha, targets, baselines):
+    reward = CLIPReward(tiny, targets, baselines, alpha)
     s = reward.embed_images(torch.from_numpy(frames)).double().numpy()
     np.testing.assert_allclose(np.linalg.norm(s, axis=1), 1.0, atol=1e-6)
     g, b = text_embeddings(targets).mean(0), text_embeddings(baselines).mean(0)
@@ -61,90 +69,111 @@ def test_reward_is_the_papers_formula(frames, alpha, targets, baselines):
     assert got.dtype == np.float32 and got.shape == (len(frames),)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert got.std() > 1e-4, "the pictures differ, so must the rewards"
+    if alpha == 0 and len(targets) == 1:
+        np.testing.assert_allclose(got, s @ g, atol=1e-5)  # the cosine
 
 
-def test_alpha_zero_is_the_cosine(frames):
-    reward = CLIPReward(load_clip(TINY), TARGETS[:1], BASELINES, 0.0)
-    s = reward.embed_images(torch.from_numpy(frames)).double().numpy()
-    cosine = s @ text_embeddings(TARGETS[:1])[0]
-    np.testing.assert_allclose(reward(torch.from_numpy(frames)).numpy(), cosine, atol=1e-5)
+def test_one_picture_or_many_as_tensor_or_array(tiny, frames):
+    reward = CLIPReward(tiny, TARGETS)
+    expected = reward(torch.from_numpy(frames))
+    torch.testing.assert_close(reward(frames), expected, atol=0, rtol=0)
+    for picture in (frames[2], torch.from_numpy(frames[2])):
+        assert reward.embed_images(picture).shape == (1, text_embeddings(["x"]).shape[1])
+        torch.testing.assert_close(reward(picture), expected[2:3], atol=1e-5, rtol=0)
 
 
-def test_alpha_zero_needs_no_baseline_and_one_does(frames):
-    clip = load_clip(TINY)
-    with pytest.raises(UsageError, match="baseline"):
-        CLIPReward(clip, TARGETS, (), 0.5)
-    assert CLIPReward(clip, TARGETS).alpha == 0.0
+def test_a_second_reward_of_the_same_clip_and_workers_without_words(tiny, frames):
+    kept = set(tiny.model.state_dict())
+    first, second = CLIPReward(tiny, TARGETS[:1]), CLIPReward(tiny, BASELINES[:1], alpha=0.0)
+    embeddings = torch.from_numpy(text_embeddings([TARGETS[0], BASELINES[0]])).float()
+    s = first.embed_images(frames)
+    for reward, embedding in zip((first, second), embeddings):
+        torch.testing.assert_close(reward(frames), s @ embedding, atol=1e-5, rtol=0)
+    assert set(tiny.model.state_dict()) == kept
+    args = RewardArgs(target_prompt=TARGETS[:1], clip_model=TINY)
+    worker = clip_reward.make_clip_reward("cpu", args)
+    torch.testing.assert_close(worker(frames), first(frames), atol=0, rtol=0)
+    for part in ("transformer", "token_embedding"):
+        assert any(name.startswith(part) for name in kept)
+        assert not any(name.startswith(part) for name in worker.model.state_dict())
 
 
 @pytest.mark.parametrize(
     "targets, baselines, alpha, message",
     [
         ([], BASELINES, 0.0, "target prompt"),
+        (TARGETS, (), 0.5, "baseline"),
         (TARGETS, BASELINES, 1.5, "alpha"),
         (TARGETS, BASELINES, -0.1, "alpha"),
         (TARGETS, TARGETS, 0.5, "same"),
     ],
 )
-def test_bad_prompts(targets, baselines, alpha, message):
+def test_bad_prompts(tiny, targets, baselines, alpha, message):
     with pytest.raises(UsageError, match=message):
-        CLIPReward(load_clip(TINY), targets, baselines, alpha)
+        CLIPReward(tiny, targets, baselines, alpha)
 
 
 # ------------------------------------------------------------------------------ preprocessing
 
-PREPROCESSED = [
-    ("ViT-B-32/random:openai", "openai"),
-    ("ViT-L-14/random:laion2b_s32b_b82k", "laion2b_s32b_b82k"),
-    ("ViT-B-16-SigLIP2/random", "webli"),
-    ("RN50/random:openai", "openai"),
-    (TINY, None),
-]
+
+@pytest.mark.parametrize("height, width", [(480, 480), (479, 301), (120, 333), (64, 64)])
+@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize("size", [(224, 320), 64])
+def test_preprocessing_is_open_clips_own(size, mode, height, width):
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (24, 24, 3), dtype=np.uint8))
+    picture = coarse.resize((width, height), Image.Resampling.BILINEAR)
+    for interpolation in ("bicubic", "bilinear"):
+        config = dict(interpolation=interpolation, resize_mode=mode, fill_color=255)
+        config |= dict(mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
+        theirs = open_clip.image_transform(size, is_train=False, **config)(picture)
+        ours = clip_reward.Preprocess(config | {"size": size})
+        (got,) = ours(torch.from_numpy(np.array(picture))[None])
+        assert got.shape == theirs.shape and got.dtype == torch.float32
+        # two steps of 255: PIL and torchvision round each in its own way, after either axis
+        assert (got - theirs).abs().max() <= 2.01 / 255 / 0.2
+        assert (got - theirs).abs().mean() <= 0.01
 
 
-@pytest.mark.parametrize("name, tag", PREPROCESSED)
-def test_preprocessing_is_open_clips_own(frames, name, tag):
-    clip = load_clip(name)
-    size = clip.model.visual.image_size
-    config = open_clip.get_pretrained_cfg(name.partition("/")[0], tag) if tag else {}
-    transform = open_clip.image_transform(
-        size,
-        is_train=False,
-        mean=config.get("mean"),
-        std=config.get("std"),
-        resize_mode=config.get("resize_mode"),
-        interpolation=config.get("interpolation"),
-    )
-    large = np.stack([np.asarray(Image.fromarray(f).resize((480, 480))) for f in frames[:3]])
-    wide = np.stack([np.asarray(Image.fromarray(f).resize((600, 400))) for f in frames[:3]])
-    for pictures in (large, wide, frames[:3]):
-        ours = clip.preprocess(torch.from_numpy(pictures))
-        theirs = torch.stack([transform(Image.fromarray(p)) for p in pictures])
-        assert ours.shape == theirs.shape and ours.dtype == torch.float32
-        assert (ours - theirs).abs().mean() <= 0.01
+@pytest.mark.parametrize("kind", ["tiny", "rn50"])
+def test_a_loaded_model_has_its_own_preprocessing(frames, kind, request):
+    clip = request.getfixturevalue(kind)
+    config = open_clip.get_model_preprocess_cfg(clip.model)
+    config = {key: config[key] for key in ("mean", "std", "interpolation", "resize_mode")}
+    transform = open_clip.image_transform(clip.model.visual.image_size, is_train=False, **config)
+    wide = [Image.fromarray(frame).resize((600, 400)) for frame in frames[:2]]
+    theirs = torch.stack(list(map(transform, wide)))
+    ours = clip.preprocess(torch.from_numpy(np.stack(wide)))
+    assert ours.shape == theirs.shape and (ours - theirs).abs().mean() <= 0.01
     with torch.no_grad():
-        a = clip.model.encode_image(clip.preprocess(torch.from_numpy(large)))
-        b = clip.model.encode_image(torch.stack([transform(Image.fromarray(p)) for p in large]))
+        a, b = clip.model.encode_image(ours), clip.model.encode_image(theirs)
     assert torch.nn.functional.cosine_similarity(a, b).min() >= 0.999
-
-
-def test_longest_edge_is_fitted_and_padded():
-    config = dict(size=32, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    pad = clip_reward.Preprocess(config | {"resize_mode": "longest", "fill_color": 255})
-    image = pad(torch.zeros(1, 20, 40, 3, dtype=torch.uint8))
-    assert image.shape == (1, 3, 32, 32)
-    assert (image[0, :, :8] == 1).all() and (image[0, :, -8:] == 1).all()
-    assert (image[0, :, 8:-8] == -1).all()
 
 
 # ------------------------------------------------------------------------------ loading
 
 
-def test_random_weights_are_loud_and_the_same_everywhere(capsys):
-    first = load_clip("RN50/random").model.visual.state_dict()
+def test_importing_bounds_the_spinning_of_threads_before_torch():
+    script = """
+        import os, sys
+        class Finder:
+            def find_spec(name, path, target):
+                if name == "torch" and "GOMP_SPINCOUNT" not in os.environ:
+                    sys.exit("too late")
+        sys.meta_path.insert(0, Finder)
+        import clip_reward
+        print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules)
+    """
+    for given, expected in ({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"):
+        printed = helpers.run("-c", textwrap.dedent(script), **given).stdout
+        assert printed.split() == [expected, "True"]
+
+
+def test_random_weights_are_loud_and_the_same_everywhere(rn50, capsys):
+    again = load_clip("RN50/random:openai").model.visual.state_dict()
     assert "RANDOM" in capsys.readouterr().err
-    second = load_clip("RN50/random").model.visual.state_dict()
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    for key, value in rn50.model.visual.state_dict().items():
+        assert torch.equal(value, again[key])
 
 
 @pytest.mark.parametrize(
@@ -171,9 +200,6 @@ def test_missing_weights_name_the_offline_way(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match="local-dir:tiny_clip"):
         clip_reward.check_model("ViT-B-32/laion2b_s34b_b79k", cache_dir=str(tmp_path))
-
-
-def test_local_model_without_weights_is_an_error(tmp_path):
     (tmp_path / "open_clip_config.json").write_text("{}")
     with pytest.raises(UsageError, match="no weights"):
         load_clip(f"local-dir:{tmp_path}")
@@ -187,194 +213,29 @@ def test_image_flops_of_a_known_model():
     assert clip_reward.image_flops("ViT-B-32/openai") == pytest.approx(expected, rel=0.01)
 
 
-def test_cost_of_a_big_model_on_a_cpu_is_told(capsys):
-    big = "ViT-bigG-14/laion2b_s39b_b160k"
-    with pytest.raises(UsageError, match=r"s a frame.*days.*local-dir:tiny_clip.*--allow-slow"):
-        clip_reward.check_cost(big, ["cpu"], 10_000_000)
+def test_the_whole_cost_decides(capsys, monkeypatch):
+    # a CPU of 100 GFLOP/s, on which ViT-L-14 (162 GFLOP) takes 1.6 s a frame
+    measured = [2 * 2 * 1024**3 / 1e11]
+    monkeypatch.setattr(clip_reward.timeit, "repeat", lambda *_, **__: measured)
+    large, big = "ViT-L-14/laion2b_s32b_b82k", "ViT-bigG-14/laion2b_s39b_b160k"
+    clip_reward.check_cost(large, ["cpu"], 1000)
+    assert not capsys.readouterr().err, "27 minutes"
+    clip_reward.check_cost(large, ["cpu"], 10_000)
+    assert "1.6 s a frame, 4.5 hours for 10,000 frames" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"days for 10,000,000.*local-dir:tiny_clip.*--allow-slow"):
+        clip_reward.check_cost(big, ["cpu", "cpu"], 10_000_000)
     clip_reward.check_cost(big, ["cpu"], 10_000_000, allow_slow=True)
     assert "days" in capsys.readouterr().err
     clip_reward.check_cost(big, ["cuda:0"], 10_000_000)
     clip_reward.check_cost(TINY, ["cpu"], 1_000_000)
 
 
-# ------------------------------------------------------------------------------ the pool
-
-
-def paint_pool(devices, **options):
-    make_reward = functools.partial(helpers.make_mean_reward, delay=options.pop("delay", 0.0))
-    return RewardPool(helpers.make_paint_renderer, make_reward, devices, **options)
-
-
-def paint_states(count):
-    return np.arange(count, dtype=np.float64)[:, None] % 256
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_pool_equals_the_single_process(workers):
-    make_renderer = functools.partial(helpers.make_humanoid_renderer, textured=True)
-    make_reward = functools.partial(
-        clip_reward.make_clip_reward,
-        clip_model=TINY,
-        target_prompts=TARGETS,
-        baseline_prompts=BASELINES,
-        alpha=0.3,
-    )
-    states = helpers.humanoid_states(101)
-    with RewardPool(make_renderer, make_reward, devices=[]) as local:
-        expected = local.score(states)
-    assert expected.std() > 1e-4
-    with RewardPool(make_renderer, make_reward, ["cpu"] * workers, batch_size=16) as pool:
-        for count in (1, 7, 101):
-            got = pool.score(states[:count])
-            assert got.dtype == np.float32
-            np.testing.assert_allclose(got, expected[:count], atol=1e-5)
-        assert pool.timings["render_s"] > 0 and pool.timings["clip_s"] > 0
-        assert len(pool.description) == workers
-        pictures = pool.render(states[:3])
-        np.testing.assert_allclose(pool.score(frames=pictures), expected[:3], atol=1e-5)
-
-
-def test_pool_takes_any_number_of_states_and_overlapping_jobs(monkeypatch):
-    created = []  # names in /dev/shm, where other programs may have theirs
-
-    class Recorded(clip_reward._SharedArray):
-        def __init__(self, *args):
-            super().__init__(*args)
-            created.append(self.memory.name)
-
-    monkeypatch.setattr(clip_reward, "_SharedArray", Recorded)
-    with paint_pool(["cpu", "cpu"], batch_size=5) as pool:
-        pool.wait_ready()
-        pool.submit(paint_states(3))  # whose result nobody fetches
-        jobs = [pool.submit(paint_states(count)) for count in (0, 1, 13, 200)]
-        for job in reversed(jobs):
-            rewards = job.result()
-            np.testing.assert_array_equal(rewards, paint_states(len(rewards))[:, 0])
-            assert job.done()
-        assert [len(job.result()) for job in jobs] == [0, 1, 13, 200]
-        frames = np.full((9, 4, 4, 3), 7, np.uint8)
-        np.testing.assert_array_equal(pool.score(frames=frames), np.full(9, 7))
-        assert pool.render(paint_states(6))[5].max() == 5
-        assert set(os.listdir("/dev/shm")) & set(created)  # of the job nobody fetched
-    assert len(created) == 14 and not set(os.listdir("/dev/shm")) & set(created)
-
-
-def test_pool_uses_its_workers_side_by_side(tmp_path):
-    make_reward = functools.partial(helpers.make_rendezvous_reward, folder=tmp_path, count=2)
-    with RewardPool(helpers.make_paint_renderer, make_reward, ["cpu", "cpu"]) as pool:
-        job = pool.submit(paint_states(6))
-        assert not job.done()
-        np.testing.assert_array_equal(job.result(), np.arange(6))
-
-
-@pytest.mark.parametrize("kind", ["states", "frames"])
-@pytest.mark.parametrize("pad", [False, True])
-def test_running_out_of_memory_halves_the_batch_and_goes_on(kind, pad, capsys):
-    with paint_pool([], batch_size=64) as pool:
-        scorer = pool._local
-        scorer.reward = helpers.HungryReward(fits=9)
-        scorer.pad = pad
-        states = paint_states(201)
-        pictures = np.broadcast_to(states.astype(np.uint8)[:, :, None, None], (201, 4, 4, 3))
-        source = {"states": states} if kind == "states" else {"frames": pictures.copy()}
-        np.testing.assert_array_equal(pool.score(**source), states[:, 0])
-        assert scorer.batch_size <= 9 and scorer.reward.largest <= 9
-        warnings = capsys.readouterr().err.splitlines()
-        assert f"going on with --clip-batch-size {scorer.batch_size}" in warnings[-1]
-        again = scorer.batch_size
-        np.testing.assert_array_equal(pool.score(**source), states[:, 0])
-        assert scorer.batch_size == again and not capsys.readouterr().err, "it has learned"
-        scorer.reward = helpers.HungryReward(fits=0)
-        with pytest.raises(torch.OutOfMemoryError):
-            pool.score(**source)
-
-
-def test_padding_keeps_one_shape_and_changes_no_reward():
-    with paint_pool([], batch_size=16) as pool:
-        pool._local.pad = True
-        pool._local.reward = helpers.HungryReward(fits=16)
-        for count in (100, 5, 0, 100):
-            expected = paint_states(count)[:, 0]
-            np.testing.assert_array_equal(pool.score(paint_states(count)), expected)
-            pictures = np.full((count, 6, 5, 3), 7, np.uint8)  # other than the renderer's
-            np.testing.assert_array_equal(pool.score(frames=pictures), np.full(count, 7))
-        assert pool._local.reward.shapes == {15, 5}, "7 chunks of 15 hold 100; 5 are one of 5"
-
-
-def test_a_build_of_pytorch_without_cuda_is_enough(monkeypatch):
-    def event(*_, **__):  # as there
-        raise RuntimeError("Tried to instantiate dummy base class Event")
-
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    with paint_pool([]) as pool:
-        np.testing.assert_array_equal(pool.score(paint_states(9)), paint_states(9)[:, 0])
-
-
-def test_no_batch_size_is_found_for_the_device():
-    with paint_pool(["cpu"]) as pool:
-        assert "at most 256 frames" in pool.wait_ready().description[0]
-
-
-def test_the_largest_batch_that_fits_is_found(monkeypatch):
-    with paint_pool([]) as pool:
-        scorer = pool._local
-        scorer.reward = helpers.HungryReward(fits=100)
-        monkeypatch.setattr(scorer, "device", torch.device("cuda"))
-        zeros = torch.zeros
-        monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        free = iter([5, 20])  # of 100 bytes: 64 fit and leave too little, 32 leave enough
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 100))
-        assert scorer._largest_batch() == 32
-        scorer.reward.fits = 0
-        with pytest.raises(torch.OutOfMemoryError):
-            scorer._largest_batch()
-        monkeypatch.undo()
-
-
-def test_shares_follow_the_measured_speed_and_rewards_do_not():
-    make_reward = functools.partial(
-        clip_reward.make_clip_reward, clip_model=TINY, target_prompts=TARGETS[:1]
-    )
-    make_renderer = functools.partial(helpers.make_humanoid_renderer, size=64)
-    states = helpers.humanoid_states(90)
-    states[::2, 0] += 5.0  # metres: where the floor is drawn must not depend on the picture before
-    with RewardPool(make_renderer, make_reward, ["cpu", "cpu"], batch_size=8) as pool:
-        expected = pool.score(states)
-        assert all(speed > 0 for speed in pool._speeds), "both were measured"
-        for speeds in ([1.0, 9.0], [100.0, 1.0], [3.0, 2.0]):
-            pool._speeds = speeds
-            np.testing.assert_array_equal(pool.score(states), expected)  # to the last bit
-
-
-def test_shares():
-    with paint_pool([]) as pool:
-        pool._processes = [None] * 3  # no more is asked than how many there are
-        for speeds, chunks, shares in [
-            ([None, 5.0, 5.0], 12, [4, 4, 4]),  # not all measured: equal
-            ([1.0, 2.0, 1.0], 16, [4, 8, 4]),
-            ([1000.0, 1.0, 1.0], 8, [6, 1, 1]),
-            ([1.0, 1.0, 1000.0], 8, [1, 1, 6]),
-            ([1.0, 2.0, 3.0], 3, [1, 1, 1]),
-            ([1.0, 2.0, 3.0], 2, [1, 1, 0]),
-            ([1.0, 2.0, 3.0], 0, [0, 0, 0]),
-        ]:
-            pool._speeds = speeds
-            assert np.diff(pool._shares(chunks)).tolist() == shares
-        pool._processes = []
-        pool._batch_size = 256
-        assert pool._chunk(3200, 1) == 247 and pool._chunk(3200, 2) == 200
-        assert pool._chunk(100, 2) == 50 and pool._chunk(0, 2) == 1
-
-
 def test_only_the_image_tower_goes_to_the_device():
     clip = load_clip("ViT-B-32/random", device="meta", precision="bf16")  # holds no numbers
     text = [p for name, p in clip.model.named_parameters() if not name.startswith("visual.")]
-    assert {p.device.type for p in text} == {"cpu"} and {p.dtype for p in text} == {torch.float32}
-    image = list(clip.model.visual.parameters())
-    assert {p.device.type for p in image} == {"meta"} and {p.dtype for p in image} == {
-        torch.bfloat16
-    }
+    assert {(p.device.type, p.dtype) for p in text} == {("cpu", torch.float32)}
+    image = clip.model.visual.parameters()
+    assert {(p.device.type, p.dtype) for p in image} == {("meta", torch.bfloat16)}
 
 
 @pytest.mark.parametrize(
@@ -394,102 +255,199 @@ def test_attention_is_pytorch_s_own_operation(name):
     assert sum(counts.get(operation, 0) for operation in fused) >= layers, "in every layer"
 
 
+@pytest.mark.parametrize("kind", ["tiny", "rn50"])
+def test_folding_batch_norm_away_changes_no_embedding(kind, request):
+    clip = request.getfixturevalue(kind)
+    if kind == "rn50":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            theirs = open_clip.create_model("RN50-quickgelu", load_weights=False).eval()
+    else:
+        theirs = open_clip.create_model(TINY, require_pretrained=True).eval()
+    assert any(isinstance(part, torch.nn.BatchNorm2d) for part in theirs.modules())
+    assert not any(isinstance(part, torch.nn.BatchNorm2d) for part in clip.model.modules())
+    size = np.broadcast_to(theirs.visual.image_size, 2)
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, expected = clip.model.encode_image(images, True), theirs.encode_image(images, True)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------ the pool
+
+
+def paint_pool(devices, batch_size=64, **options):
+    make_reward = functools.partial(MeanReward, **options)
+    return RewardPool(PaintRenderer, make_reward, devices, batch_size)
+
+
+def paint_states(count, first=0):
+    return np.arange(first, first + count, dtype=np.float64)[:, None] % 256
+
+
+def test_rewards_are_the_same_to_the_last_bit_whoever_computes_them():
+    args = RewardArgs(
+        target_prompt=TARGETS, baseline_prompt=BASELINES, reward_alpha=0.3, clip_model=TINY
+    )
+    make_reward = functools.partial(clip_reward.make_clip_reward, args=args)
+    seen = clip_reward.from_flags(sac.Args, {"render_size": 64})
+    make_renderer = functools.partial(sac.make_renderer, seen)
+    states = helpers.humanoid_states(90)
+    states[::2, 0] += 5.0  # metres: where the floor is drawn must not depend on the picture before
+    with RewardPool(make_renderer, make_reward, devices=[]) as local:
+        expected = local.score(states)
+        pictures = local.render(states[:2], size=100)
+        assert pictures.shape == (2, 100, 100, 3)
+    assert expected.dtype == np.float32 and expected.std() > 1e-4
+    rewards = []
+    for workers in (1, 2, 3):
+        with RewardPool(make_renderer, make_reward, ["cpu"] * workers, 8) as pool:
+            rewards.append(pool.score(states))
+            assert pool.timings["render_s"] > 0 and pool.timings["clip_s"] > 0
+            if workers == 2:
+                assert len(pool.wait_ready().description) == 2
+                np.testing.assert_array_equal(pool.render(states[:2], size=100), pictures)
+                scored = pool.score(frames=pool.render(states[:11]))
+                np.testing.assert_allclose(scored, expected[:11], atol=1e-5)
+    np.testing.assert_allclose(rewards[0], expected, atol=1e-5)
+    np.testing.assert_array_equal(rewards[0], rewards[1])
+    np.testing.assert_array_equal(rewards[0], rewards[2])
+
+
+def test_rewards_stream_while_the_episode_is_played(tmp_path):
+    """Full chunks are with the workers, side by side, before anybody asks for their rewards."""
+    with paint_pool(["cpu"] * 2, 4, folder=tmp_path, delay=2.0) as pool:
+        pool.wait_ready()
+        for first in range(0, 18, 3):  # four chunks, and two states that make none
+            pool.put(states=paint_states(3, first))
+
+        def begun():
+            return [file.name.split("_") for file in tmp_path.iterdir()]
+
+        assert wait_until(lambda: len({process for process, _ in begun()}) == 2)
+        assert {state for _, state in begun()} <= {"0", "4", "8", "12"}
+        np.testing.assert_array_equal(pool.take(), np.arange(18))
+        assert len(begun()) == 5 and len(pool.take()) == 0
+
+
+@pytest.mark.parametrize("devices", [[], ["cpu", "cpu"]])
+def test_any_number_of_states_in_any_parts(devices):
+    with paint_pool(devices, 5) as pool:
+        for parts in ([], [0], [1], [4, 1], [5], [6], [3, 0, 13], [200], [1] * 11):
+            starts = np.cumsum([0, *parts])
+            for count, start in zip(parts, starts):
+                batch = paint_states(count, start)
+                pool.put(states=batch)
+                batch[:] = 99  # what was put is the pool's: the caller may use the array again
+            rewards = pool.take()
+            assert rewards.dtype == np.float32
+            np.testing.assert_array_equal(rewards, paint_states(starts[-1])[:, 0])
+        frames = np.full((9, 6, 7, 3), 7, np.uint8)
+        np.testing.assert_array_equal(pool.score(frames=frames), [7] * 9)
+        assert pool.render(paint_states(6))[5].max() == 5
+        assert pool.render(paint_states(6), size=8).shape == (6, 8, 8, 3)
+
+
 def test_pool_refuses_wrong_arguments():
     with paint_pool([]) as pool:
         with pytest.raises(ValueError, match="either"):
-            pool.submit()
+            pool.put()
         with pytest.raises(ValueError, match="uint8"):
-            pool.submit(frames=np.zeros((2, 4, 4, 3)))
-    with pytest.raises(UsageError, match="batch"):
-        paint_pool([], batch_size=0)
-    with RewardPool(helpers.make_paint_renderer, None, []) as pool:
+            pool.put(frames=np.zeros((2, 4, 4, 3)))
+        pool.put(paint_states(1))
+        with pytest.raises(ValueError, match="either"):
+            pool.put(frames=np.zeros((2, 4, 4, 3), np.uint8))
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.score(paint_states(2))
+    with pytest.raises(UsageError, match="--clip-batch-size 0"):
+        paint_pool([], 0)
+    with RewardPool(PaintRenderer, None, []) as pool:
         assert pool.render(paint_states(2)).shape == (2, 4, 4, 3)
         with pytest.raises(ValueError, match="only render"):
             pool.score(paint_states(2))
 
 
-def test_a_workers_exception_arrives_with_its_traceback():
-    with paint_pool(["cpu", "cpu"]) as pool:
-        with pytest.raises(RewardWorkerError, match=r"(?s)helpers\.py.*cannot paint -1"):
-            pool.score(np.array([[3.0], [-1.0]]))
-    assert not any(p.is_alive() for p in pool._processes)
-    with RewardPool(helpers.make_paint_renderer, helpers.make_broken_reward, ["cpu"]) as pool:
-        with pytest.raises(RewardWorkerError, match="this model was never there"):
-            pool.wait_ready()
+def reward_that(**what):
+    return functools.partial(MeanReward, **what)
 
 
-def make_truncated_reward(device):
-    raise EOFError("truncated weights")
+def reward_without(error):
+    return functools.partial(helpers.make_nothing, error=error)
 
 
-def test_no_exception_is_mistaken_for_the_end():
-    with RewardPool(helpers.make_paint_renderer, make_truncated_reward, ["cpu"]) as pool:
-        with pytest.raises(RewardWorkerError, match="truncated weights"):
-            pool.wait_ready()
+@pytest.mark.parametrize(
+    "make_reward, state, kind, message",
+    [
+        (MeanReward, -1, RewardWorkerError, r"helpers\.py.*cannot paint -1"),
+        (reward_that(gain=float("nan")), 1, RewardWorkerError, "non-finite.*--clip-precision"),
+        (
+            *(reward_that(error=torch.OutOfMemoryError()), 1, UsageError),
+            "cpu has no memory for 2 frames.*--clip-batch-size",
+        ),
+        (reward_without(EOFError("truncated")), 1, RewardWorkerError, "truncated"),
+        (reward_without(UsageError("no weights")), 1, UsageError, "^no weights$"),
+    ],
+)
+def test_what_a_worker_raises_arrives(make_reward, state, kind, message):
+    with RewardPool(PaintRenderer, make_reward, ["cpu"]) as pool:
+        with pytest.raises(kind, match=f"(?s){message}"):
+            pool.score([[3.0], [state]])
+    assert helpers.gone([worker.process.pid for worker in pool._workers])
 
 
-@pytest.mark.parametrize("ending, code", [("", 0), ("raise SystemExit(3)", 3)])
-def test_a_pool_left_open_does_not_hang_the_interpreter(ending, code):
+def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path):
+    with paint_pool(["cpu", "cpu"], 2, delay=30, folder=tmp_path) as pool:
+        pool.put(paint_states(40))
+        assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        pids = [worker.process.pid for worker in pool._workers]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RewardWorkerError, match="killed.*-9"):
+            pool.take()
+    assert wait_until(lambda: helpers.gone(pids), 10)
+
+
+@pytest.mark.parametrize(
+    "devices, ending, code", [(["cpu"], "raise SystemExit(3)", 3), ([], "", 0)]
+)
+def test_a_pool_left_open_does_not_hang_the_interpreter(devices, ending, code):
     script = f"""
-import helpers, numpy as np
-from clip_reward import RewardPool
-if __name__ == "__main__":
-    pool = RewardPool(helpers.make_paint_renderer, helpers.make_mean_reward, ["cpu"])
-    print(pool.score(np.ones((4, 1))))
-    {ending}
-"""
-    environment = helpers.importable_environment()
-    run = subprocess.run([sys.executable, "-c", script], env=environment, timeout=90)
-    assert run.returncode == code
-
-
-def test_a_killed_worker_is_an_error_and_not_a_hang():
-    with paint_pool(["cpu", "cpu"], delay=30) as pool:
-        pool.wait_ready()
-        job = pool.submit(paint_states(4))
-        os.kill(pool._processes[1].pid, signal.SIGKILL)
-        with pytest.raises(RewardWorkerError, match="killed by signal 9"):
-            job.result()
-    assert not helpers.wait_until_gone([p.pid for p in pool._processes], 10)
-
-
-def test_no_worker_outlives_a_killed_parent():
-    script = """
-        import functools, helpers, numpy as np
+        from helpers import PaintRenderer, MeanReward
         from clip_reward import RewardPool
         if __name__ == "__main__":
-            slow = functools.partial(helpers.make_mean_reward, delay=60)
-            pool = RewardPool(helpers.make_paint_renderer, slow, ["cpu", "cpu"]).wait_ready()
-            job = pool.submit(np.ones((4, 1)))
-            print(*[p.pid for p in pool._processes], flush=True)
-            job.result()
+            pool = RewardPool(PaintRenderer, MeanReward, {devices})
+            print(pool.score([[1.0]] * 4))
+            {ending}
+    """
+    process = helpers.run("-c", textwrap.dedent(script), code=code)
+    assert process.stdout == "[1. 1. 1. 1.]\n" and not process.stderr
+
+
+@pytest.mark.parametrize("delay", [60, 1])
+def test_no_worker_outlives_a_killed_parent(delay, tmp_path):
+    script = f"""
+        import functools, pathlib, time
+        from helpers import PaintRenderer, MeanReward
+        from clip_reward import RewardPool
+        if __name__ == "__main__":
+            folder = pathlib.Path({str(tmp_path)!r})
+            make_reward = functools.partial(MeanReward, delay={delay}, folder=folder)
+            pool = RewardPool(PaintRenderer, make_reward, ["cpu", "cpu"], 1).wait_ready()
+            pool.put([[1.0], [2.0], [3.0], [4.0]])
+            print("PIDS", *[worker.process.pid for worker in pool._workers], flush=True)
+            pool.take()
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
-        stdout=subprocess.PIPE,
-        env=helpers.importable_environment(),
+        **{"stdout": subprocess.PIPE, "text": True, "env": helpers.environment()},
     )
-    workers = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(workers) == 2 and all(map(helpers.process_is_alive, workers))
+    line = next(line for line in parent.stdout if line.startswith("PIDS"))
+    workers = [int(pid) for pid in line.split()[1:]]
     everyone = helpers.descendants(parent.pid)
+    assert len(workers) == 2 and set(workers) <= set(everyone)
+    assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    if delay == 1:  # it dies with answers in its pipes that it has not read
+        parent.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
     parent.kill()
     parent.wait()
-    assert not helpers.wait_until_gone(everyone, 15)
-
-
-@pytest.mark.parametrize("name", ["local-dir:tiny_clip", "RN50/random"])
-def test_folding_batch_norm_away_changes_no_embedding(name):
-    clip = load_clip(name)
-    if name.endswith("random"):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            theirs = open_clip.create_model("RN50-quickgelu", load_weights=False).eval()
-    else:
-        theirs = open_clip.create_model(name, require_pretrained=True).eval()
-    assert any(isinstance(part, torch.nn.BatchNorm2d) for part in theirs.modules())
-    assert not any(isinstance(part, torch.nn.BatchNorm2d) for part in clip.model.modules())
-    size = clip.preprocess.size[0]
-    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        ours, expected = clip.model.encode_image(images, True), theirs.encode_image(images, True)
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+    assert wait_until(lambda: helpers.gone(everyone), 2)

@@ -1,0 +1,412 @@
+"""What both scripts promise, as a user meets it: a run's folder, resuming, ending, bad input."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import gymnasium as gym
+import helpers
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+import torch
+from helpers import KNEELING, ROOT, TINY, checkpoint, only_run, rings, run, scalars, wait_until
+
+import clip_reward
+import dqn_clip_classic as dqn
+import egl_render
+import sac_clip_humanoid as sac
+from clip_reward import UsageError, from_flags
+
+UPRIGHT = "pole vertically upright on top of the cart"
+SMALL = [
+    *("--num-envs", 2, "--episode-length", 12, "--render-size", 64, "--hidden-size", 32),
+    *("--batch-size", 16, "--gradient-steps", 6, "--learning-starts", 24),
+]
+CLIP = {
+    sac: [*SMALL, "--target-prompt", KNEELING, "--clip-model", TINY],
+    dqn: [*SMALL, "--target-prompt", UPRIGHT, "--clip-model", TINY, "--reward-devices", "cpu"],
+}
+TRUTH = [*SMALL, "--reward", "ground-truth", "--video-freq", 0]
+CHEETAH = {sac: ["--env-id", "HalfCheetah-v5"], dqn: []}
+BOTH = pytest.mark.parametrize("script", [sac, dqn], ids=["sac", "dqn"])
+
+
+@pytest.fixture(scope="module", params=[sac, dqn], ids=["sac", "dqn"])
+def finished(request, tmp_path_factory):
+    """(script, folder, process) of a CLIP run with a judge: 4 rollouts of 2 x 12 steps."""
+    script, runs_dir = request.param, tmp_path_factory.mktemp("runs")
+    judge = runs_dir.parent / "high.py"
+    judge.write_text("def high(states):\n    'The torso is high.'\n    return states[:, 2] > 1.0\n")
+    more = ["--total-timesteps", 96, "--checkpoint-freq", 48, "--video-freq", 48]
+    more += ["--judge", f"{judge}:high"] if script is sac else []
+    process = run(script.__file__, *CLIP[script], *more, "--runs-dir", runs_dir)
+    return script, only_run(runs_dir), process
+
+
+# ------------------------------------------------------------------------------ a run
+
+
+def test_a_run_leaves_everything_that_is_promised(finished):
+    script, folder, process = finished
+    name = "Humanoid-v5__sac_clip_humanoid" if script is sac else "CartPole-v1__dqn_clip_classic"
+    assert re.fullmatch(rf"{name}__1__\d+", folder.name)
+    values, images = scalars(folder)
+    charts = "clip_reward episodic_clip_return episodic_return SPS success_rate".split()
+    losses = [*sac.LOSSES] if script is sac else ["td_loss", "q_values"]
+    tags = [f"time/{part}_s" for part in "physics render clip update wait".split()]
+    tags += [f"charts/{chart}" for chart in charts] + [f"losses/{loss}" for loss in losses]
+    for tag in tags:
+        assert values[tag] and all(math.isfinite(event.value) for event in values[tag]), tag
+    assert [event.step for event in values["charts/clip_reward"]] == [24, 48, 72, 96]
+    for mean, total in zip(values["charts/clip_reward"], values["charts/episodic_clip_return"]):
+        assert total.value == pytest.approx(12 * mean.value, rel=1e-5)
+    args = json.loads((folder / "args.json").read_text())
+    assert len(args["target_prompt"]) == 1 and args["render_size"] == 64
+    baseline = ["a humanoid robot"] if script is sac else []  # the humanoid has one of its own
+    assert args["baseline_prompt"] == baseline
+    kept = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert kept == {"best.pt", "latest.pt", "step_48.pt", "step_96.pt"}
+    network = "actor" if script is sac else "q_network"
+    assert checkpoint(folder, "best").keys() == {network, "global_step", "reward"}
+    latest, last = checkpoint(folder), checkpoint(folder, "step_96")
+    assert latest.keys() - last.keys() == {"replay"} and latest["global_step"] == 96
+    assert len(last["history"]) == 4 and last[network].keys() == latest[network].keys()
+    videos = sorted((folder / "videos").glob("*.mp4"))
+    assert [path.name for path in videos] == ["step_48.mp4", "step_96.mp4"]
+    shape = (240, 240, 3) if script is sac else (600, 600, 3)
+    assert np.stack(imageio.mimread(videos[0])).shape == (12, *shape)
+    assert len(next(iter(images.values()))) == 2, "videos in TensorBoard"
+    assert "first tenth" in process.stdout and str(folder) in process.stdout
+    assert len(re.findall(r"clip_reward -?\d", process.stdout)) == 4
+    assert not re.search("deprecat|error|XDG", process.stderr, re.IGNORECASE), process.stderr
+
+
+def test_every_reward_is_that_of_its_own_next_state(finished):
+    """Replays the first rollout's actions in Gymnasium's own task, scores and judges the states."""
+    script, folder, _ = finished
+    seed = np.random.SeedSequence((1, 0)).generate_state(3).tolist()[1]  # of the second of two
+    if script is sac:
+        observations, actions, rewards = (ring[0].numpy() for ring in rings(folder))
+        observations, later = observations[:-1, 1], observations[1:, 1]
+        env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1)
+        low, high = env.action_space.low, env.action_space.high
+        actions = ((actions[:, 1] + 1) / 2 * (high - low) + low).astype(np.float32)
+    else:
+        columns = [ring[:24].unflatten(0, (12, 2)).numpy() for ring in rings(folder)]
+        observations, later, actions, rewards, terminations = columns
+        assert not terminations.any()
+        env = gym.make("CartPole-v1").unwrapped
+        observations, later, actions = observations[:, 1], later[:, 1], actions[:, 1]
+    first, _ = env.reset(seed=seed)
+    np.testing.assert_array_equal(observations[0], first.astype(np.float32))
+    states = []
+    for t, action in enumerate(actions):
+        observation, *_ = env.step(action)
+        np.testing.assert_allclose(later[t], observation, rtol=1e-4, atol=1e-4)
+        task = env.unwrapped
+        states.append(np.hstack([task.data.qpos, task.data.qvel] if script is sac else task.state))
+    args = clip_reward.load_args(folder, script.Args)
+    reward = clip_reward.make_clip_reward("cpu", args.reward)
+    with clip_reward.RewardPool(lambda: script.make_renderer(args), lambda _: reward, []) as pool:
+        expected = pool.score(np.stack(states))
+    np.testing.assert_allclose(rewards[:, 1], expected, atol=2e-3)
+    assert np.ptp(expected) > 4e-3, "a reset's picture would score like the first"
+    success = scalars(folder)[0]["charts/success_rate"]
+    assert all(event.value in (0, 0.5, 1) for event in success)
+    if script is sac:  # by the judge: half of an episode's steps
+        high = np.mean(np.stack(states)[:, 2] > 1.0) >= 0.5
+        assert success[0].value in ((0.5, 1) if high else (0, 0.5))
+
+
+def equal(one, two):
+    """Whether two checkpoints are the same, to the last bit."""
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(equal, one, two))
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+def interrupt(number, at, *words):
+    """Send a script a signal when it reports step `at`; returns its exit code."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        **{"stdout": subprocess.PIPE, "text": True, "env": helpers.environment()},
+    )
+    assert any(line.startswith(f"step {at:,} ") for line in process.stdout)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
+    base = [sac.__file__, *TRUTH, "--normalize-observations", "--runs-dir"]
+    run(*base, tmp_path / "whole", "--total-timesteps", 144)
+    run(*base, tmp_path / "half", "--total-timesteps", 72)
+    half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
+    run(sac.__file__, "--resume", half, "--total-timesteps", 144)
+    one, two = checkpoint(half), checkpoint(whole)
+    assert equal(one, two) and not equal(one, checkpoint(half, "step_72"))
+    values, _ = scalars(half)
+    assert [event.step for event in values["charts/SPS"]] == [24, 48, 72, 96, 120, 144]
+    seen = one["replay"]["rings"][0].flatten(0, 2).double()
+    assert one["actor"]["normalize.count"] == len(seen) == 6 * 13 * 2
+    mean, var = one["actor"]["normalize.mean"], one["actor"]["normalize.var"]
+    torch.testing.assert_close(mean.double(), seen.mean(0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(var.double(), seen.var(0, correction=0), atol=1e-4, rtol=1e-3)
+
+
+def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_path):
+    base = [dqn.__file__, *CLIP[dqn], "--video-freq", 0, "--total-timesteps", 2400]
+    base += ["--checkpoint-freq", 240, "--anneal-lr", "--best-window", 3, "--layer-norm"]
+    base += ["--target-network-frequency", 4, "--buffer-size", 60, "--runs-dir"]
+    run(*base, tmp_path / "whole")
+    assert interrupt(signal.SIGTERM, 480, *base, tmp_path / "half") == 128 + signal.SIGTERM
+    half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
+    stopped = checkpoint(half)["global_step"]
+    assert 480 <= stopped < 2400, "too late to interrupt it"
+    assert interrupt(signal.SIGKILL, 1440, dqn.__file__, "--resume", half) == -signal.SIGKILL
+    assert stopped < checkpoint(half)["global_step"] < 2400
+    run(dqn.__file__, "--resume", half)
+    one, two = checkpoint(half), checkpoint(whole)
+    assert equal(one, two) and one["updates"] == 100 * 6 and one["replay"]["count"] == 2400
+    assert equal(checkpoint(half, "best"), checkpoint(whole, "best"))
+    values, _ = scalars(half)
+    assert [event.step for event in values["charts/epsilon"]] == list(range(24, 2401, 24))
+
+
+@BOTH
+def test_the_environments_own_reward_needs_no_prompt_and_no_gl(script, tmp_path):
+    """Logged to wandb as well; and the updates follow the rollout."""
+    spy = f"""
+        import runpy, sys
+        import gymnasium, torch
+
+        def spied(function, name):
+            def call(*args, **kwargs):
+                events.append(name)
+                return function(*args, **kwargs)
+            return call
+
+        events = []
+        envs, adam = gymnasium.vector.SyncVectorEnv, torch.optim.Adam
+        envs.step, adam.step = spied(envs.step, "step"), spied(adam.step, "update")
+        try:
+            runpy.run_path({script.__file__!r}, run_name="__main__")
+        finally:
+            print("EVENTS", *events)
+    """
+    options = [*CHEETAH[script], "--num-envs", 1, "--learning-starts", 12]
+    options += ["--gradient-steps", 9, "--total-timesteps", 36, "--track", "--runs-dir", tmp_path]
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MUJOCO_GL": "disable"}
+    output = run("-c", textwrap.dedent(spy), *TRUTH, *options, **offline).stdout
+    values, _ = scalars(only_run(tmp_path))
+    assert len(values["charts/episodic_return"]) == 3 and "charts/clip_reward" not in values
+    assert ("charts/success_rate" in values) == (script is dqn)
+    (record,) = only_run(tmp_path).glob("wandb/offline-run-*/*.wandb")
+    assert record.stat().st_size > 1000
+    events = output.partition("EVENTS ")[2].split()
+    each = 3 if script is sac else 1  # optimisers
+    updates = [len(part.split()) // each for part in " ".join(events).split("step")[1:]]
+    assert updates == 3 * ([0] * 11 + [9]), "9 updates once 12 steps are scored"
+
+
+@BOTH
+def test_help_lists_every_flag_and_examples_on_lines_of_their_own(script):
+    text = run(script.__file__, "--help", COLUMNS="120").stdout
+    for name in clip_reward.flags(script.Args()):
+        assert "--" + name.replace("_", "-") in text
+    examples = [line.strip(" │|") for line in text.splitlines() if "python " in line]
+    assert len(examples) >= 4 and all(line.startswith("python ") for line in examples)
+
+
+# ------------------------------------------------------------------------------ ending
+
+
+@pytest.mark.parametrize(
+    "script, number",
+    [(sac, signal.SIGKILL), (sac, signal.SIGINT), (dqn, signal.SIGTERM)],
+    ids=["sac-kill", "sac-ctrl-c", "dqn-term"],
+)
+def test_nothing_outlives_a_run_and_a_signal_leaves_a_checkpoint(script, number, tmp_path):
+    options = [*CLIP[script], "--total-timesteps", 10**6, "--video-freq", 0]
+    process = subprocess.Popen(
+        [sys.executable, script.__file__, *map(str, options), "--runs-dir", str(tmp_path)],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+        **{"start_new_session": True, "env": helpers.environment()},
+    )
+    assert any("clip_reward" in line for line in process.stdout if line.startswith("step"))
+    children = helpers.descendants(process.pid)
+    assert len(children) >= (3 if script is sac else 1)  # two environments and a reward worker
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does it
+    else:
+        process.send_signal(number)
+    if number == signal.SIGKILL:
+        process.wait()
+        assert wait_until(lambda: helpers.gone(children), 2)
+        return
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + number and "--resume" in output
+    assert "Traceback" not in output
+    folder = only_run(tmp_path)
+    latest = checkpoint(folder)
+    assert checkpoint(folder, f"step_{latest['global_step']}")["history"] == latest["history"]
+    assert wait_until(lambda: helpers.gone(children), 2)
+
+
+# ------------------------------------------------------------------------------ bad input
+
+PROMPT = dict(target_prompt=("a thing",), clip_model=TINY)
+BAD_FOR_BOTH = [
+    (dict(), "--target-prompt"),
+    (dict(target_prompt=("",)), "--target-prompt"),
+    (dict(target_prompt=("kneeling", "  ")), "--target-prompt"),
+    (PROMPT | dict(reward_alpha=1.01), "--reward-alpha 1.01"),
+    (PROMPT | dict(reward_alpha=-0.5), "--reward-alpha"),
+    (PROMPT | dict(reward_alpha=float("nan")), "--reward-alpha nan"),
+    (PROMPT | dict(reward_alpha=0.5, baseline_prompt=()), "--baseline-prompt"),
+    (PROMPT | dict(reward_alpha=0.5, baseline_prompt=("a thing",)), "is the target"),
+    (PROMPT | dict(reward_devices=("cuda:99",)), "cuda:99 does not exist"),
+    (PROMPT | dict(reward_devices=("gpu",)), "gpu"),
+    (PROMPT | dict(clip_batch_size=0), "--clip-batch-size 0"),
+    (PROMPT | dict(render_size=-4), "--render-size -4"),
+    (PROMPT | dict(seed=-1), "--seed -1"),
+    (PROMPT | dict(num_envs=0), "--num-envs 0"),
+    (PROMPT | dict(episode_length=0), "--episode-length"),
+    (PROMPT | dict(batch_size=0), "--batch-size"),
+    (PROMPT | dict(total_timesteps=0), "--total-timesteps"),
+    (PROMPT | dict(gamma=1.5), "--gamma"),
+    (PROMPT | dict(tau=0.0), "--tau"),
+    (PROMPT | dict(buffer_size=10), "--buffer-size"),
+]
+BAD = {
+    sac: [
+        (PROMPT | dict(reward_alpha=0.5, env_id=sac.MOUNTAIN_CAR), "--baseline-prompt"),
+        (PROMPT | dict(entropy_coef=0.0), "--entropy-coef"),
+        (PROMPT | dict(random_repeat=0), "--random-repeat 0"),
+        (PROMPT | dict(policy_lr=float("nan")), "--policy-lr"),
+        (PROMPT | dict(env_id="Humanoid-v55"), "Humanoid"),
+        (PROMPT | dict(env_id="Nonsense"), "no such environment"),
+        (PROMPT | dict(env_id="nowhere:Nonsense-v0"), "nowhere"),
+        (PROMPT | dict(env_id="CartPole-v1"), "use dqn_clip_classic.py"),
+        (PROMPT | dict(env_id="MountainCar-v0"), "use dqn_clip_classic.py"),
+    ],
+    dqn: [
+        (PROMPT | dict(best_window=0), "--best-window"),
+        (PROMPT | dict(terminate=True), "--terminate"),
+        (PROMPT | dict(target_network_frequency=0), "--target-network-frequency"),
+        (PROMPT | dict(exploration_fraction=1.5), "--exploration-fraction"),
+        (PROMPT | dict(end_e=-0.1), "--end-e"),
+        (PROMPT | dict(gamma=1.0), "--gamma"),
+        (PROMPT | dict(learning_rate=float("nan")), "--learning-rate"),
+        (PROMPT | dict(env_id="CartPole-v11"), "CartPole-v1 and MountainCar-v0"),
+        (PROMPT | dict(env_id="Acrobot-v1"), "MountainCar-v0"),
+        (PROMPT | dict(env_id="Pendulum-v1"), "sac_clip_humanoid.py"),
+        (PROMPT | dict(env_id="MountainCarContinuous-v0"), "sac_clip_humanoid.py"),
+    ],
+}
+ROWS = [(script, *row) for script in BAD for row in BAD_FOR_BOTH + BAD[script]]
+
+
+@pytest.mark.parametrize("script, changes, message", ROWS)
+def test_bad_values_are_found_before_anything_slow(script, changes, message):
+    with pytest.raises(UsageError, match=re.escape(message)) as error:
+        script.check_args(from_flags(script.Args, changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "script, arguments, message",
+    [
+        (sac, ["--target-prompt", "x"], "days"),  # the default ViT-bigG-14 without a GPU
+        (sac, ["--target-prompt", "x", "--clip-model", "ViT-B-32/laion2b"], "nearest"),
+        (sac, [*CLIP[sac], "--judge", "flying"], "--judge flying"),
+        (sac, [*CLIP[sac], "--env-id", "Ant-v5", "--judge", "kneeling"], "--judge kneeling"),
+        (sac, ["--resume", "/nowhere"], "/nowhere"),
+        (dqn, [*CLIP[dqn], "--judge", "nowhere.py:f"], "nowhere.py"),
+        (dqn, [*TRUTH, "--runs-dir", ROOT / "README.md/runs"], "--runs-dir"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(script, arguments, message, tmp_path):
+    if torch.cuda.is_available() and message == "days":
+        pytest.skip("this machine has a GPU")
+    runs = [] if {"--resume", "--runs-dir"} & set(arguments) else ["--runs-dir", tmp_path]
+    process = run(script.__file__, *arguments, *runs, code=2)
+    (line,) = [line for line in process.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ") and message in line
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_no_gl_library_is_one_line_and_exit_code_2(tmp_path):
+    script = """
+        import ctypes.util, runpy, sys
+        find_library = ctypes.util.find_library
+        ctypes.util.find_library = lambda name: None if name in ("EGL", "OSMesa") else (
+            find_library(name))
+        sys.argv[0] = "sac_clip_humanoid.py"
+        runpy.run_path("sac_clip_humanoid.py", run_name="__main__")
+    """
+    process = run(
+        *("-c", textwrap.dedent(script), *CLIP[sac], "--reward-devices", "cpu"),
+        *("--runs-dir", tmp_path),
+        code=2,
+        MUJOCO_GL="disable",
+    )
+    (line,) = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert "apt-get install -y libegl1" in line and "Traceback" not in process.stderr
+
+
+@BOTH
+def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
+
+    def parse(*arguments):
+        monkeypatch.setattr(sys, "argv", ["script.py", "--resume", *arguments])
+        return clip_reward.parse_args(script.Args, "")
+
+    folder, (other,) = str(tmp_path), {sac, dqn} - {script}
+    flags = clip_reward.flags(from_flags(script.Args, PROMPT | dict(hidden_size=32)))
+    contents = [
+        (None, "not the folder of a run"),
+        (json.dumps(clip_reward.flags(other.Args())), "another script"),
+        ("", "args.json is damaged"),
+        ("{", "args.json is damaged"),
+        ("[1]", "args.json is damaged"),
+        (json.dumps(flags), "no checkpoints/latest.pt"),
+    ]
+    for content, message in contents:
+        if content is not None:
+            (tmp_path / "args.json").write_text(content)
+        with pytest.raises(UsageError, match=re.escape(message)):
+            parse(folder)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/latest.pt").touch()
+    with pytest.raises(UsageError, match="--gamma was 0.9"):
+        parse(folder, "--gamma", "0.5")
+    with pytest.raises(UsageError, match="--target-prompt was"):
+        parse(folder, "--target-prompt", "something else")
+    args = parse(folder, "--total-timesteps", "200", "--reward-devices", "cpu", "cpu")
+    assert args.total_timesteps == 200 and args.reward.reward_devices == ("cpu", "cpu")
+    assert args.hidden_size == 32 and args.reward.target_prompt == ("a thing",)
+    del flags["render_size"]  # as in runs older than a flag
+    (tmp_path / "args.json").write_text(json.dumps(flags))
+    assert parse(folder).render.render_size == 480
+
+
+def test_flags_are_nested_here_and_flat_in_a_file():
+    for script in (sac, dqn):
+        args = from_flags(script.Args, PROMPT | dict(render_size=64, gamma=0.5))
+        assert (args.reward.clip_model, args.render.render_size, args.gamma) == (TINY, 64, 0.5)
+        assert from_flags(script.Args, clip_reward.flags(args)) == args
+        own = {field.name for field in dataclasses.fields(script.Args)} - {"reward", "render"}
+        groups = (clip_reward.RewardArgs, egl_render.RenderArgs)
+        names = own.union(*({field.name for field in dataclasses.fields(kind)} for kind in groups))
+        assert clip_reward.flags(args).keys() == names
