@@ -1,14 +1,14 @@
 """EPIC against tables, and the commands as a user runs them."""
 
 import csv
+import dataclasses
+import functools
 import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,30 +16,21 @@ import pytest
 import torch
 from PIL import Image
 
+import clip_reward
 import dqn_clip_classic as dqn
+import egl_render
 import eval_epic
-import judges
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
+from evaluation import datasets, figures, judges
 
 ROOT = Path(eval_epic.__file__).resolve().parent
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def command(*words, cwd=None, check=True):
+def command(*words):
     """Run a subcommand as a user does; returns the finished process."""
     line = [sys.executable, str(ROOT / "eval_epic.py"), *map(str, words)]
-    done = subprocess.run(line, cwd=cwd or ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert not check or done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def refuses(*words, cwd=None):
-    """The one line with which a command refuses."""
-    done = command(*words, cwd=cwd, check=False)
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), done.stderr
-    return lines[0]
+    return subprocess.run(line, env=os.environ, capture_output=True, text=True)
 
 
 # ------------------------------------------------------------------------------ EPIC
@@ -53,8 +44,7 @@ class TabularMDP:
         self.shape = (states, actions, states)
         self.gamma = self.rng.uniform(0.1, 0.99)
         # the expectation over (S, A, S') of a joint sample is the mean over this list
-        count = 40
-        self.samples = [self.rng.integers(n, size=count) for n in self.shape]
+        self.samples = [self.rng.integers(n, size=40) for n in self.shape]
         self.transitions = [self.rng.integers(n, size=300) for n in self.shape]
 
     def reward(self):
@@ -98,18 +88,12 @@ class TabularMDP:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_epic_equals_a_direct_computation_on_a_table(seed):
+def test_epic_equals_a_direct_computation_and_does_not_see_scale_shift_and_shaping(seed):
     mdp = TabularMDP(seed)
     a, b = mdp.reward(), mdp.reward()
     assert mdp.distance(a, b) == pytest.approx(mdp.direct(a, b), abs=1e-10)
     assert 0.2 < mdp.distance(a, b) < 1
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_epic_does_not_see_scale_shift_and_potential_shaping(seed):
-    mdp = TabularMDP(seed)
-    a, b = mdp.reward(), mdp.reward()
-    same = [3.7 * a, a - 11.0, a + mdp.potential(), 0.2 * (a + 5 * mdp.potential()) + 1.5]
+    same = [3.7 * a, 1e-7 * a, a - 11.0, a + mdp.potential(), 0.2 * (a + 5 * mdp.potential()) + 1.5]
     for twin in same:
         assert mdp.distance(a, twin) == pytest.approx(0, abs=1e-6)
         assert mdp.distance(twin, b) == pytest.approx(mdp.distance(a, b), abs=1e-6)
@@ -123,8 +107,7 @@ def test_epic_is_a_metric_and_sampling_converges():
     assert mdp.distance(a, b) == pytest.approx(mdp.distance(b, a), abs=1e-12)
     assert mdp.distance(a, c) <= mdp.distance(a, b) + mdp.distance(b, c)
     exact = mdp.distance(a, b)
-    rng = np.random.default_rng(0)
-    pick = rng.integers(40, size=4000)
+    pick = np.random.default_rng(0).integers(40, size=4000)
     full, mdp.samples = mdp.samples, [column[pick] for column in mdp.samples]
     assert mdp.distance(a, b) == pytest.approx(exact, abs=0.01)
     mdp.samples = [column[pick[:5]] for column in full]  # few samples: shaping still cancels
@@ -160,16 +143,18 @@ def test_the_goal_based_form_is_the_general_one_for_rewards_of_the_next_state(se
     assert abs(mdp.distance(mixed, of_next(g)) - eval_epic.epic_distance(values, g[later])) > 1e-4
 
 
-def test_goal_based_values():
-    x = np.random.default_rng(0).normal(size=1000)
+def test_goal_based_values_are_relative():
+    x, y = np.random.default_rng(0).normal(size=(2, 1000))
     assert eval_epic.epic_distance(x, 2 * x + 5) == pytest.approx(0, abs=1e-6)
     assert eval_epic.epic_distance(x, -x) == pytest.approx(1, abs=1e-6)
-    y = np.random.default_rng(1).normal(size=1000)
-    assert eval_epic.epic_distance(x, y) == pytest.approx(math.sqrt(0.5), abs=0.03)
     rho = np.corrcoef(x, x + y)[0, 1]
     expected = math.sqrt(1 - rho) / math.sqrt(2)
-    assert eval_epic.epic_distance(x, x + y) == pytest.approx(expected, abs=1e-12)
-    assert math.isnan(eval_epic.epic_distance(x, np.full(1000, 0.3)))
+    for scale in (1, 1e-7, 1e-30, 1e20):
+        assert eval_epic.epic_distance(scale * x, x + y) == pytest.approx(expected, abs=1e-12)
+        interval = eval_epic.epic_interval(scale * x, x + y, np.arange(1000), 50)
+        assert interval == pytest.approx(eval_epic.epic_interval(x, x + y, np.arange(1000), 50))
+        for constant in (np.full(1000, 0.3), 0.1 + 0.2 * np.ones(1000), 0 * x):
+            assert math.isnan(eval_epic.epic_distance(scale * constant, x))
 
 
 def test_the_bootstrap_interval_covers_and_knows_that_states_of_an_episode_are_alike():
@@ -190,60 +175,49 @@ def test_the_bootstrap_interval_covers_and_knows_that_states_of_an_episode_are_a
     assert covered >= 52  # 57 expected
     ratio = np.mean(widths["episodes"]) / np.mean(widths["states"])
     assert ratio == pytest.approx(math.sqrt(10), rel=0.15)
-    constant = eval_epic.epic_interval(x, np.ones(400), episodes)
-    assert all(map(math.isnan, constant))
+    assert all(map(math.isnan, eval_epic.epic_interval(x, np.ones(400), episodes)))
     exact = eval_epic.epic_interval(x, 3 * x - 1, episodes)
     assert exact == pytest.approx((0, 0, 0), abs=1e-5)
-
-
-def test_wilson():
-    low, high = eval_epic.wilson(100, 100)
-    assert low == pytest.approx(0.9630, abs=1e-4) and high == 1
-    low, high = eval_epic.wilson(64, 100)
-    assert (low, high) == pytest.approx((0.5424, 0.7273), abs=1e-4)
-    assert eval_epic.wilson(0, 10)[0] == 0
+    # resamples without a goal state are left out, and of a single episode nothing is known
+    rare = np.zeros(400)
+    rare[:10] = 1
+    assert np.isfinite(eval_epic.epic_interval(x, rare, episodes, 300)).all()
+    assert np.isnan(eval_epic.epic_interval(x, y, np.zeros(400))[1:]).all()
 
 
 # ------------------------------------------------------------------------------ runs to judge
 
 
-def save_run(folder, script, checkpoints, network_key, **settings):
+def make_args(script, size=32, textured=True, **settings):
+    """A script's Args, which draw small pictures."""
+    render = egl_render.RenderArgs(render_size=size, textured=textured)
+    reward = {k: settings.pop(k) for k in ("reward", "target_prompt") if k in settings}
+    reward = clip_reward.RewardArgs(clip_model="local-dir:tiny_clip", **reward)
+    return script.Args(reward=reward, render=render, **settings)
+
+
+def save_run(folder, args, checkpoints, key):
     """A run folder with the given {step: network}; the last one is best.pt as well."""
-    args = vars(script.Args(**settings))
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps(args))
+    (folder / "args.json").write_text(json.dumps(clip_reward.flags(args)))
     for step, network in checkpoints.items():
-        saved = {network_key: network.state_dict(), "global_step": step}
+        saved = {key: network.state_dict(), "global_step": step}
         torch.save(saved, folder / "checkpoints" / f"step_{step}.pt")
         torch.save(saved, folder / "checkpoints" / "best.pt")
     return folder
 
 
-def balancing(sign):
-    """A Q-network that pushes CartPole's cart under the falling pole, or away from it."""
-    network = dqn.QNetwork(4, 2, 2)
-    lean = sign * torch.tensor([0.05, 0.1, 1.0, 0.4])
+def set_layers(net, *weights):
+    """The three linear layers of a network, with no bias."""
     with torch.no_grad():
-        for layer, weights in zip(
-            [network.net[0], network.net[2], network.net[4]],
-            [torch.stack([-lean, lean]), torch.eye(2), torch.eye(2)],
-        ):
-            layer.weight.copy_(weights)
+        for layer, weight in zip((net[0], net[2], net[4]), weights):
+            layer.weight.copy_(weight)
             layer.bias.zero_()
-    return network
 
 
-def pumping():
-    """An actor that pushes MountainCar's car the way it is going."""
-    env = sac.make_env("MountainCarContinuous-v0")()
-    actor = sac.Actor(2, env.action_space, 2)
-    with torch.no_grad():
-        for layer in (actor.net[0], actor.net[2], actor.net[4]):
-            layer.bias.zero_()
-        actor.net[0].weight.copy_(torch.tensor([[0.0, 1e3], [0.0, -1e3]]))
-        actor.net[2].weight.copy_(torch.eye(2))
-        actor.net[4].weight.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
-    return actor
+def new_network(kind, args):
+    env = sys.modules[kind.__module__].make_env(args)()
+    return kind(env.observation_space.shape[0], env.action_space, args)
 
 
 @pytest.fixture(scope="session")
@@ -251,195 +225,137 @@ def runs(tmp_path_factory):
     """{name: run folder} of policies made by hand (or at random: the humanoid's)."""
     folder = tmp_path_factory.mktemp("runs")
     made = {}
+    # Q-networks that push CartPole's cart under the falling pole, or away from it
     for name, sign, reward in (("good", 1, "clip"), ("bad", -1, "ground-truth")):
-        settings = {"episode_length": 30, "hidden_size": 2, "render_size": 32, "reward": reward}
-        network = balancing(sign)
-        made[name] = save_run(folder / name, dqn, {64: network}, "q_network", **settings)
-    settings = {"episode_length": 150, "hidden_size": 2, "render_size": 32}
-    settings["env_id"] = "MountainCarContinuous-v0"
-    made["car"] = save_run(folder / "car", sac, {10: pumping()}, "actor", **settings)
-    env = sac.make_env("Humanoid-v5")()
+        args = make_args(dqn, episode_length=30, hidden_size=2, reward=reward)
+        network = new_network(dqn.QNetwork, args)
+        lean = sign * torch.tensor([0.05, 0.1, 1.0, 0.4])
+        set_layers(network.net, torch.stack([-lean, lean]), torch.eye(2), torch.eye(2))
+        made[name] = save_run(folder / name, args, {64: network}, "q_network")
+    # an actor that pushes MountainCar's car the way it is going
+    args = make_args(sac, env_id="MountainCarContinuous-v0", episode_length=150, hidden_size=2)
+    actor = new_network(sac.Actor, args)
+    ways = torch.tensor([[0.0, 1e3], [0.0, -1e3]])
+    set_layers(actor.net, ways, torch.eye(2), torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
+    made["car"] = save_run(folder / "car", args, {10: actor}, "actor")
+    settings = {"episode_length": 6, "hidden_size": 8, "normalize_observations": True}
+    settings |= {"textured": False, "target_prompt": ("a humanoid robot standing up",)}
+    args = make_args(sac, **settings)
     torch.manual_seed(0)
-    shape = (env.observation_space.shape[0], env.action_space, 8)
-    actors = [sac.Actor(*shape, normalize=True) for _ in range(2)]
-    settings = {"episode_length": 6, "hidden_size": 8, "render_size": 32, "textured": False}
-    settings |= {"normalize_observations": True, "target_prompt": ("a humanoid robot standing up",)}
-    checkpoints = {100: actors[0], 2000: actors[1]}
-    made["humanoid"] = save_run(folder / "humanoid", sac, checkpoints, "actor", **settings)
+    checkpoints = {step: new_network(sac.Actor, args) for step in (100, 2000)}
+    made["humanoid"] = save_run(folder / "humanoid", args, checkpoints, "actor")
     return made
 
 
 @pytest.fixture(scope="session")
-def datasets(runs, tmp_path_factory):
-    """{name: dataset folder}."""
-    folder, made = tmp_path_factory.mktemp("data"), {}
+def data(runs, tmp_path_factory):
+    """{name: dataset's file}."""
+    folder = tmp_path_factory.mktemp("data")
+    made = {name: folder / f"{name}.npz" for name in ("humanoid", "car", "cart")}
     for name in ("humanoid", "car"):
-        made[name] = folder / name
-        args = {"run": runs[name], "out": made[name], "episodes": 2}
-        eval_epic.collect(eval_epic.Collect("run", **args))
-    made["cart"] = folder / "cart"
-    uniform = {"states": 150, "render_size": 64, "out": made["cart"]}
-    eval_epic.collect(eval_epic.Collect("uniform", **uniform))
+        eval_epic.collect(eval_epic.Collect("run", made[name], runs[name], episodes=2))
+    look = eval_epic.Look(render_size=64)
+    eval_epic.collect(eval_epic.Collect("uniform", made["cart"], states=150, render=look))
     return made
 
 
-def contents(folder):
-    """{file: bytes} of a folder."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+@pytest.fixture
+def cart(data, tmp_path):
+    """The CartPole dataset in a folder of its own."""
+    return Path(shutil.copy(data["cart"], tmp_path / "cart.npz"))
 
 
 # ------------------------------------------------------------------------------ collect
 
 
-def test_a_dataset_of_a_run_holds_what_was_played(runs, datasets):
-    data = eval_epic.load_dataset(datasets["humanoid"])
-    assert data.states.shape == (2 * 2 * 6, 47) and data.actions.shape == (24, 17)
-    assert data.checkpoint_step.tolist() == [100] * 12 + [2000] * 12
-    assert data.episode.tolist() == np.repeat(range(4), 6).tolist()
-    assert data.step.tolist() == list(range(6)) * 4
-    inside = data.step > 0
-    np.testing.assert_array_equal(data.previous[inside], data.states[np.flatnonzero(inside) - 1])
-    assert np.isnan(data.previous[~inside]).all() and np.isfinite(data.env_reward).all()
-    assert (data.success == -1).all() and data.meta["task"] == "standing"
+def test_a_dataset_of_a_run_holds_what_was_played(runs, data):
+    held = datasets.load_dataset(data["humanoid"])
+    assert held.states.shape == (2 * 2 * 6, 47)
+    assert held.checkpoint_step.tolist() == [100] * 12 + [2000] * 12
+    assert held.episode.tolist() == np.repeat(range(4), 6).tolist()
+    assert held.step.tolist() == list(range(6)) * 4
+    assert np.isfinite(held.env_reward).all()
+    assert (held.success == -1).all() and eval_epic.task_of(None, held.flags).name == "standing"
     # the same states out of Gymnasium itself, by the policy's mean action
-    run = eval_epic.load_run(runs["humanoid"])
-    policy, step = eval_epic.load_policy(run, eval_epic.checkpoint_path(run, 2000))
+    args = eval_epic.load_run(runs["humanoid"])
+    env = sac.make_env(args)()
+    (path,) = eval_epic.checkpoints(runs["humanoid"], ["2000"])
+    spaces = env.observation_space, env.action_space
+    network, step = eval_epic.load_policy(path, args, *spaces)
     assert step == 2000
-    env = sac.make_env("Humanoid-v5", "states")()
-    seed = int(np.random.SeedSequence((0, 1, 2)).generate_state(2)[0])
+    seed = int(np.random.SeedSequence((0, 2, 1)).generate_state(2)[0])
     observation, _ = env.reset(seed=seed)
     for t in range(6):
-        action = policy(t, observation[None])[0]
+        action = network.best_actions(observation[None])[0]
         observation, reward, _, _, info = env.step(action)
-        np.testing.assert_allclose(data.states[12 + t], info["states"], atol=1e-6)
-        np.testing.assert_allclose(data.actions[12 + t], action, atol=1e-5)
-        assert data.env_reward[12 + t] == pytest.approx(reward, rel=1e-4)
-    renderer = eval_epic.make_renderer("Humanoid-v5", 32, False, run.args)
-    picture = renderer.render(data.states[17:18])[0]
+        np.testing.assert_allclose(held.states[12 + t], info["states"], atol=1e-6)
+        assert held.env_reward[12 + t] == pytest.approx(reward, rel=1e-4)
+    # and its pictures are the run's, or what was wished for instead
+    renderer = sac.make_renderer(args)
+    with eval_epic.pictures(held) as pool:
+        picture = pool.render(held.states[17:18])
+        np.testing.assert_array_equal(picture, renderer.render(held.states[17:18]))
     renderer.close()
-    np.testing.assert_array_equal(data.frame(17), picture)
-    with Image.open(data.folder / "contact_sheet.png") as sheet:
-        assert sheet.width > 500
 
 
-def test_a_goal_that_absorbs_is_a_success_of_the_dataset(datasets):
-    data = eval_epic.load_dataset(datasets["car"])
-    assert (data.success == 1).all() and (data.states[data.step == 149, 0] >= 0.45).all()
-    assert data.env_reward.max() > 90
+def test_what_is_not_said_about_pictures_is_as_the_run_had_it(runs, tmp_path):
+    look = eval_epic.Look(camera_azimuth=145.0, camera_lookat=(0.0, 0.0, 0.8))
+    words = {"run": runs["humanoid"], "episodes": 1, "checkpoints": ("best",), "render": look}
+    eval_epic.collect(eval_epic.Collect("run", tmp_path / "d.npz", **words))
+    make_renderer = eval_epic.renderer_of(datasets.load_dataset(tmp_path / "d.npz"))
+    expected = {"render_size": 32, "textured": False, "camera": "paper", "camera_azimuth": 145.0}
+    render = make_renderer.args[0].render
+    assert expected.items() <= vars(render).items() and tuple(render.camera_lookat) == (0, 0, 0.8)
 
 
-def test_uniform_states_and_poses_are_what_they_say(datasets, tmp_path):
-    data = eval_epic.load_dataset(datasets["cart"])
-    assert data.states.shape == (150, 4) and np.abs(data.states).max(0)[2] > 3
-    own = (np.abs(data.states[:, 2]) <= np.radians(12)) * 1.0
-    np.testing.assert_array_equal(data.env_reward, own)
-    eval_epic.collect(eval_epic.Collect("poses", tmp_path / "p", per_pose=1, render_size=32))
-    library = eval_epic.load_dataset(tmp_path / "p")
+def test_a_goal_that_absorbs_is_a_success_of_the_dataset(data):
+    held = datasets.load_dataset(data["car"])
+    assert (held.success == 1).all() and (held.states[held.step == 149, 0] >= 0.45).all()
+    assert held.env_reward.max() > 90
+
+
+def test_uniform_states_and_poses_are_what_they_say(data, tmp_path):
+    held = datasets.load_dataset(data["cart"])
+    assert held.states.shape == (150, 4) and np.abs(held.states).max(0)[2] > 3
+    own = (np.abs(held.states[:, 2]) <= np.radians(12)) * 1.0
+    np.testing.assert_array_equal(held.env_reward, own)
+    look = eval_epic.Look(render_size=32)
+    eval_epic.collect(eval_epic.Collect("poses", tmp_path / "p.npz", per_pose=1, render=look))
+    library = datasets.load_dataset(tmp_path / "p.npz")
     assert len(library) == 15 and library.pose[0] == "kneeling"
     for name, passed in judges.judge_humanoid(library.states).items():
         assert library.pose[passed].tolist() == [name]
-    eval_epic.sheet(eval_epic.Sheet(tmp_path / "p", task=("splits",), count=3))
-    with Image.open(tmp_path / "p" / "judged" / "splits.png") as sheet:
-        top = [sheet.getpixel((x * 126 + 1, 60)) for x in range(4)]
-    red, green = (255, 0, 0), (0, 128, 0)
-    assert top == [green, red, red, red]
+    eval_epic.sheet(eval_epic.Sheet(tmp_path / "p.npz", judge="splits", count=3))
+    with Image.open(tmp_path / "p" / "sheets" / "splits.png") as sheet:
+        top = [sheet.getpixel((x * (120 + 2 * figures.BORDER) + 1, 60)) for x in range(4)]
+    assert top == [figures.GOOD, *[figures.BAD] * 3]
+    with Image.open(tmp_path / "p" / "sheets" / "states.png") as sheet:
+        assert sheet.width == 10 * (120 + 2 * figures.BORDER)
 
 
-def test_exploring_policies_thinned_episodes_and_chosen_checkpoints(runs, datasets, tmp_path):
+def test_exploring_policies_thinned_episodes_and_chosen_checkpoints(runs, tmp_path):
     def made(name, **settings):
-        args = {"run": runs["humanoid"], "out": tmp_path / name, "episodes": 2, "every": 3}
-        args["checkpoints"] = ("best",)
-        eval_epic.collect(eval_epic.Collect("run", **args | settings))
-        return eval_epic.load_dataset(tmp_path / name)
+        words = {"run": runs["humanoid"], "episodes": 2, "every": 3, "checkpoints": ("best",)}
+        path = tmp_path / f"{name}.npz"
+        eval_epic.collect(eval_epic.Collect("run", path, **words | settings))
+        return datasets.load_dataset(path)
 
-    once, again = made("a", explore=True), made("b", explore=True)
-    assert once.meta["id"] == again.meta["id"] != made("c", explore=True, seed=1).meta["id"]
+    once, again, other = made("a", explore=True), made("b", explore=True), made("c", seed=1)
     np.testing.assert_array_equal(once.states, again.states)
+    assert np.abs(once.states - other.states).max() > 0.01
     assert once.step.tolist() == [2, 5] * 2 and set(once.checkpoint_step) == {2000}
     mean = made("d", checkpoints=("2000", "100"))
     assert mean.checkpoint_step.tolist() == [2000] * 4 + [100] * 4
-    assert np.abs(mean.actions[:4] - once.actions).max() > 0.05  # of 0.4
+    assert np.abs(mean.states[:4] - once.states).max() > 0.01
     with pytest.raises(UsageError, match="DQN has no random policy"):
         made("e", run=runs["good"], explore=True)
 
 
-class Stop(Exception):
-    pass
-
-
-def test_an_interrupted_collection_goes_on_and_ends_the_same(runs, datasets, tmp_path, monkeypatch):
-    args = eval_epic.Collect("run", tmp_path / "d", run=runs["humanoid"], episodes=2)
-    played = []
-
-    def rollout_once(*words, real=eval_epic.rollout):
-        if played:
-            raise Stop
-        played.append(real(*words))
-        return played[-1]
-
-    with monkeypatch.context() as patch:  # in the second checkpoint's rollouts
-        patch.setattr(eval_epic, "rollout", rollout_once)
-        with pytest.raises(Stop):
-            eval_epic.collect(args)
-    with pytest.raises(UsageError, match="not finished; run the same collect"):
-        eval_epic.load_dataset(tmp_path / "d")
-    drawn = []
-
-    def writes_ten(path, write, real=eval_epic.write_atomically):
-        if len(drawn) == 10 and "frames" in str(path):
-            raise Stop
-        drawn.extend([path] * ("frames" in str(path)))
-        real(path, write)
-
-    def counts(*words, real=eval_epic.rollout):
-        played.append(words)
-        return real(*words)
-
-    with monkeypatch.context() as patch:  # while it draws; only the second checkpoint is played
-        patch.setattr(eval_epic, "write_atomically", writes_ten)
-        patch.setattr(eval_epic, "rollout", counts)
-        with pytest.raises(Stop):
-            eval_epic.collect(args)
-    assert len(played) == 2
-    before = (tmp_path / "d" / "frames" / "000003.png").stat().st_mtime_ns
-    eval_epic.collect(args)
-    assert (tmp_path / "d" / "frames" / "000003.png").stat().st_mtime_ns == before
-    ours, whole = contents(tmp_path / "d"), contents(datasets["humanoid"])
-    assert ours.keys() == {k for k in whole if "/" not in k or k.startswith("frames")}
-    same = [name for name in ours if not name.endswith(".npz")]  # npz files hold the time of day
-    assert all(ours[name] == whole[name] for name in same)
-
-
-def test_a_killed_collection_goes_on(tmp_path):
-    words = "collect --source uniform --env-id CartPole-v1 --states 800 --render-size 200"
-    words = [*words.split(), "--out"]
-    words = [sys.executable, str(ROOT / "eval_epic.py"), *words, str(tmp_path / "d")]
-    process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(list((tmp_path / "d").glob("frames/0*.png"))) < 20:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not eval_epic.read_meta(tmp_path / "d")["finished"]
-    args = eval_epic.Collect("uniform", tmp_path / "d", states=800, render_size=200)
-    eval_epic.collect(args)
-    data = eval_epic.load_dataset(tmp_path / "d")
-    renderer = eval_epic.make_renderer("CartPole-v1", 200, True)
-    for index in (0, 19, 20, 21, 799):
-        frame = renderer.render(data.states[index : index + 1])[0]
-        np.testing.assert_array_equal(data.frame(index), frame)
-
-
-def test_collect_again_does_nothing_and_other_arguments_overwrite_nothing(datasets, capsys):
-    before = contents(datasets["cart"])
-    args = eval_epic.Collect("uniform", datasets["cart"], states=150, render_size=64)
-    eval_epic.collect(args)
-    assert "finished already" in capsys.readouterr().out
-    args.seed = 5
-    with pytest.raises(UsageError, match="is a dataset with seed 0, not 5; choose another"):
-        eval_epic.collect(args)
-    assert contents(datasets["cart"]) == before
+def test_collect_overwrites_nothing(cart):
+    before = cart.read_bytes()
+    with pytest.raises(UsageError, match="exists already"):
+        eval_epic.collect(eval_epic.Collect("uniform", cart))
+    assert cart.read_bytes() == before
 
 
 # ------------------------------------------------------------------------------ epic
@@ -447,9 +363,7 @@ def test_collect_again_does_nothing_and_other_arguments_overwrite_nothing(datase
 
 def write_labels(path, rows):
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(eval_epic.LABEL_COLUMNS)
-        writer.writerows(rows)
+        csv.writer(file).writerows([datasets.LABEL_COLUMNS, *rows])
     return path
 
 
@@ -459,163 +373,176 @@ def read_table(path):
 
 
 @pytest.fixture(scope="session")
-def cart_rewards(datasets):
+def cart_rewards(data):
     """CLIP rewards of the cart's states {alpha: [150]}, without eval_epic."""
-    import clip_reward
-
-    data = eval_epic.load_dataset(datasets["cart"])
     task = judges.TASKS["cartpole"]
-    prompts = [task.target_prompt], [task.baseline_prompt]
-    reward = clip_reward.make_clip_reward("cpu", "local-dir:tiny_clip", *prompts)
-    frames = torch.from_numpy(np.stack([data.frame(index) for index in range(150)]))
+    clip = clip_reward.load_clip("local-dir:tiny_clip")
+    reward = clip_reward.CLIPReward(clip, [task.target_prompt], [task.baseline_prompt])
+    renderer = egl_render.ClassicRenderer("CartPole-v1", 64)
+    frames = renderer.render(datasets.load_dataset(data["cart"]).states)
     rewards = {}
     for reward.alpha in (0.0, 1.0):
         rewards[reward.alpha] = reward(frames).double().numpy()
-    return data, rewards
+    return rewards
 
 
-def run_epic(datasets, name, out, **settings):
-    args = eval_epic.Epic(
-        datasets[name], ("local-dir:tiny_clip",), device="cpu", out=out, **settings
-    )
-    eval_epic.epic(args)
-    return {float(row["reward_alpha"]): row for row in read_table(out / "epic.csv")}
+def expected_distance(rewards, labels):
+    return math.sqrt((1 - np.corrcoef(rewards, labels)[0, 1]) / 2)
 
 
-def test_epic_of_a_model_to_the_judge(datasets, cart_rewards, tmp_path, capsys):
-    data, rewards = cart_rewards
-    table = run_epic(datasets, "cart", tmp_path / "goal", reward_alpha=(0.0, 1.0))
-    goal = judges.TASKS["cartpole"].judge(data.states)
-    for alpha, values in rewards.items():
-        expected = math.sqrt((1 - np.corrcoef(values, goal)[0, 1]) / 2)
+def run_epic(path, folder, alphas=(0.0,), target_prompt=None, **settings):
+    """Rows of the table that `epic` writes to a folder beside the dataset, by alpha."""
+    rewards = eval_epic.Rewards(reward_alpha=alphas, clip_model=("local-dir:tiny_clip",))
+    rewards.target_prompt = (target_prompt,) if target_prompt else ()
+    eval_epic.epic(eval_epic.Epic(path, reward=rewards, **settings))
+    rows = read_table(path.with_suffix("") / folder / "epic.csv")
+    return {float(row["reward_alpha"]): row for row in rows}
+
+
+def test_epic_of_a_model_to_the_judge(cart, cart_rewards, capsys):
+    goal = judges.TASKS["cartpole"].judge(datasets.load_dataset(cart).states)
+    table = run_epic(cart, "epic_judge", alphas=(0.0, 1.0))
+    for alpha, values in cart_rewards.items():
+        expected = expected_distance(values, goal)
         assert float(table[alpha]["epic"]) == pytest.approx(expected, abs=1e-4)
         assert float(table[alpha]["low"]) < expected < float(table[alpha]["high"])
-        assert table[alpha]["dataset"] == data.meta["id"] and table[alpha]["states"] == "150"
-        assert int(table[alpha]["parameters"]) > 1e6
+        assert table[alpha]["dataset"] == "cart" and table[alpha]["states"] == "150"
+        weights = clip_reward.load_clip("local-dir:tiny_clip").model.parameters()
+        count = sum(w.numel() for w in weights)  # without batch norm's, which it folds away
+        assert int(table[alpha]["parameters"]) == pytest.approx(count, rel=1e-3)
     out = capsys.readouterr().out
-    assert f"{float(table[1.0]['epic']):.4f} (" in out and "goal states: " in out
+    assert f"{float(table[1.0]['epic']):.4f} (" in out and "above their mean: " in out
     for name in ("epic_alpha", "epic_scaling", "histograms"):
-        with Image.open(tmp_path / "goal" / f"{name}.png") as image:
+        with Image.open(cart.with_suffix("") / "epic_judge" / f"{name}.png") as image:
             assert len(np.unique(np.asarray(image.convert("L")))) > 20
-    # labels of the next state alone: the general form is the same number
-    general = run_epic(datasets, "cart", tmp_path / "general", reward_alpha=(0.0,), form="general")
-    assert float(general[0.0]["epic"]) == pytest.approx(float(table[0.0]["epic"]), abs=2e-6)
     # and CartPole's own reward is the judge's verdict here
-    own = run_epic(datasets, "cart", tmp_path / "own", reward_alpha=(0.0,), labels="env")
-    assert own[0.0]["epic"] == table[0.0]["epic"]
+    assert run_epic(cart, "epic_env", labels="env")[0.0]["epic"] == table[0.0]["epic"]
 
 
-def test_epic_to_a_persons_labels(datasets, cart_rewards, tmp_path):
-    data, rewards = cart_rewards
+def test_epic_to_a_persons_labels_and_to_ones_own_judge(cart, cart_rewards, tmp_path):
     answers = {index: int(index % 3 == 0) for index in range(0, 100, 2)}
-    rows = [(data.meta["id"], "frame", k, "cartpole", label) for k, label in answers.items()]
+    rows = [("cart", "frame", k, "cartpole", label) for k, label in answers.items()]
     rows += [("someone-elses", "frame", 9999, "cartpole", 1)]
-    path = write_labels(tmp_path / "labels.csv", rows)
-    table = run_epic(datasets, "cart", tmp_path / "e", reward_alpha=(0.0,), labels=str(path))
-    values = rewards[0.0][list(answers)]
-    expected = math.sqrt((1 - np.corrcoef(values, list(answers.values()))[0, 1]) / 2)
-    assert float(table[0.0]["epic"]) == pytest.approx(expected, abs=1e-4)
-    assert table[0.0]["states"] == "50"
-
-
-def test_the_general_form_sees_what_the_action_costs(datasets, tmp_path):
-    """MountainCarContinuous' own reward, by loops over the same transitions and samples."""
-    data = eval_epic.load_dataset(datasets["car"])
-    rows = np.arange(len(data))
-    states, (s, a, later), samples = eval_epic.transitions_of(data, rows, 50, 0)
-    own = eval_epic.own_reward("MountainCarContinuous-v0")
-
-    def reward(s, a, later):
-        return own(states[s], a, states[later])
-
-    known = np.isfinite(data.previous).all(1)
-    fresh = known & (data.previous[:, 0] < 0.45)  # until it has arrived
-    np.testing.assert_allclose(reward(s, a, later)[fresh], data.env_reward[fresh], atol=1e-5)
-    shaped = eval_epic.canonical(reward, (s, a, later), samples, 0.9)
-
-    def expected(state):
-        return np.mean([reward(np.array([state]), samples[1][[j]], samples[2][[j]])[0]
-                        for j in range(50)])  # fmt: skip
-
-    constant = 0.9 * reward(*samples).mean()
-    for k in (1, 70, 140):
-        value = reward(s[[k]], a[[k]], later[[k]])[0]
-        value += 0.9 * expected(later[k]) - expected(s[k]) - constant
-        assert shaped[k] == pytest.approx(value, abs=1e-9)
+    path = write_labels(tmp_path / "mine.csv", rows)
+    row = run_epic(cart, "epic_mine", labels=str(path))[0.0]
+    expected = expected_distance(cart_rewards[0.0][list(answers)], list(answers.values()))
+    assert float(row["epic"]) == pytest.approx(expected, abs=1e-4) and row["states"] == "50"
+    (tmp_path / "my.py").write_text("def leans(states):\n    return states[:, 2] > 0.5\n")
+    task, words = judges.TASKS["cartpole"], {"judge": f"{tmp_path}/my.py:leans"}
+    words |= {"target_prompt": task.target_prompt}
+    row = run_epic(cart, "epic_judge", **words)[0.0]
+    leans = datasets.load_dataset(cart).states[:, 2] > 0.5
+    assert row["task"] == "leans" and 0.1 < leans.mean() < 0.9
+    expected = expected_distance(cart_rewards[0.0], leans)
+    assert float(row["epic"]) == pytest.approx(expected, abs=1e-4)
 
 
 # ------------------------------------------------------------------------------ success
 
 
-def test_success_of_a_good_and_a_bad_policy_side_by_side(runs, tmp_path, capsys):
-    args = {"compare": runs["bad"], "episodes": 12, "videos": 4, "video_size": 64}
-    eval_epic.success(eval_epic.Success(runs["good"], out=tmp_path / "s", **args))
+def judged(run, **settings):
+    """Print and write the success of a run: (the newest folder, its table)."""
+    eval_epic.success(eval_epic.Success(run, **settings))
+    folder = max(run.glob("success*"), key=lambda path: path.stat().st_ctime_ns)
+    return folder, read_table(folder / "episodes.csv")
+
+
+def test_success_of_a_good_and_a_bad_policy_side_by_side(runs, capsys):
+    folder, rows = judged(runs["good"], compare=runs["bad"], episodes=12, videos=4)
     out = capsys.readouterr().out
     assert "success 100 % (12 of 12 episodes), 95 % interval 76 to 100 %" in out
     assert "success 0 % (0 of 12 episodes), 95 % interval 0 to 24 %" in out
-    assert "ground truth" in out and "[0, 0, 0, 0, 0, 0, 0, 0, 0, 12]" in out
-    summary = json.loads((tmp_path / "s" / "success.json").read_text())
+    assert "ground truth" in out and "successful steps 100 %" in out
+    assert f"judged video: {folder}/episodes.mp4" in out
+    assert f"contact sheet: {folder}/contact_sheet.png" in out
+    summary = json.loads((folder / "success.json").read_text())
     assert [entry["success_rate"] for entry in summary] == [1.0, 0.0]
-    rows = read_table(tmp_path / "s" / "episodes.csv")
     assert [row["good_steps"] for row in rows[:12]] == ["30"] * 12
     assert all(0 < int(row["good_steps"]) < 30 for row in rows[12:])
-    assert (tmp_path / "s" / "histogram.png").stat().st_size > 5000
+    assert (folder / "histogram.png").stat().st_size > 5000
+    width, height = (160 + 2 * figures.BORDER + more for more in (0, 2 * figures.LINE + 2))
+    with Image.open(folder / "contact_sheet.png") as sheet:
+        assert sheet.size == (10 * width, 8 * height)
     import imageio.v2 as imageio
 
-    reader = imageio.get_reader(tmp_path / "s" / "episodes.mp4")
+    reader = imageio.get_reader(folder / "episodes.mp4")
     frames = np.stack([frame for frame in reader]).astype(int)
-    assert frames.shape == (30, 128, 2 * (128 + 8), 3)
+    assert frames.shape == (30, height, 8 * width, 3)
     edge = frames[:, 40, 1]  # of the first episode's picture
     assert (edge[:, 1] - edge[:, 0] > 60).all(), "green in every step of a good policy"
-    edge = frames[-1, [40, 104], 137]
+    edge = frames[-1, 40, 4 * width + 1 :: width]
     assert (edge[:, 0] - edge[:, 1] > 60).all(), "red where the pole lies"
+    words = frames[:, height - 2 * figures.LINE : height - 2, 8 : width - 8]
+    assert np.ptp(words, 3).max() < 40, "no colour in what is said of the episode"
 
 
-def test_success_of_sac_on_the_mountain_and_on_the_humanoid(runs, tmp_path, capsys):
-    eval_epic.success(eval_epic.Success(runs["car"], episodes=3, videos=0, out=tmp_path / "car"))
+def test_a_steps_colour_and_the_episodes_verdict_are_two_things():
+    frames, steps = np.zeros((3, 120, 120, 3), np.uint8), np.array([1.0, 0.0, 1.0])
+    lost, won = (figures.judged_video([(frames, steps, verdict)]) for verdict in (False, True))
+    assert [tuple(frame[60, 1]) for frame in won] == [figures.GOOD, figures.BAD, figures.GOOD]
+    np.testing.assert_array_equal(won[:, :120], lost[:, :120])
+    assert (won[:, 120:] != lost[:, 120:]).any((1, 2, 3)).all()
+
+
+def test_success_of_sac_on_the_mountain_and_on_the_humanoid(runs, capsys):
+    folder, _ = judged(runs["car"], episodes=3, videos=0)
     assert "success 100 % (3 of 3" in capsys.readouterr().out
-    args = {"episodes": 3, "videos": 2, "video_size": 32, "checkpoint": "100"}
-    eval_epic.success(eval_epic.Success(runs["humanoid"], out=tmp_path / "h", **args))
-    # six steps from the start: it still stands
-    assert "standing" in capsys.readouterr().out
-    rows = read_table(tmp_path / "h" / "episodes.csv")
+    assert not (folder / "episodes.mp4").exists()
+    folder, rows = judged(runs["humanoid"], episodes=3, videos=2, checkpoint="100")
+    assert "standing" in capsys.readouterr().out  # six steps from the start: it still stands
     for row in rows:
         assert int(row["success"]) == (int(row["good_steps"]) >= 3) and row["steps"] == "6"
-    assert (tmp_path / "h" / "episodes.mp4").is_file()
+    assert (folder / "episodes.mp4").is_file()
 
 
-def test_a_person_takes_the_judges_place(datasets, tmp_path, capsys):
-    data = eval_epic.load_dataset(datasets["humanoid"])
-    verdict = judges.TASKS["standing"].judge(data.states)
+def test_ones_own_judge_and_a_folder_for_every_result(runs, tmp_path, capsys):
+    run = tmp_path / "car"
+    shutil.copytree(runs["car"], run, ignore=shutil.ignore_patterns("success*"))
+    words = '"""It is left of -0.5."""'
+    text = f"def on_the_left(states):\n    {words}\n    return states[:, 0] < -0.5\n"
+    (tmp_path / "my.py").write_text(text)
+    settings = {"episodes": 2, "videos": 0}
+    judged(run, judge=f"{tmp_path}/my.py:on_the_left", **settings)
+    out = capsys.readouterr().out
+    assert "on_the_left: It is left of -0.5." in out and "0 %" in out
+    first = (run / "success_best" / "episodes.csv").read_bytes()
+    judged(run, **settings)
+    judged(run, checkpoint="10", **settings)
+    assert (run / "success_best" / "episodes.csv").read_bytes() == first
+    made = {folder.name for folder in run.glob("success*")}
+    assert made == {"success_best", "success_best_2", "success_10"}
+    assert "success 100 % (2 of 2" in capsys.readouterr().out
 
-    def human(rows):
-        rows = [(data.meta["id"], *row[:2], "standing", row[2]) for row in rows]
-        path = write_labels(tmp_path / "labels.csv", rows)
-        args = {"dataset": datasets["humanoid"], "human": path, "out": tmp_path / "s"}
-        eval_epic.success(eval_epic.Success(**args))
-        return capsys.readouterr().out, read_table(tmp_path / "s" / "episodes.csv")
 
+def test_a_person_takes_the_judges_place(data, tmp_path, capsys):
+    path = Path(shutil.copy(data["humanoid"], tmp_path / "humanoid.npz"))
+    verdict = judges.TASKS["standing"].judge(datasets.load_dataset(path).states)
     # frames: 3 of 4 answers in episode 0, 1 of 3 in episode 1, none in episode 2; episode 3: yes
     rows = [("frame", k, int(k != 2)) for k in range(4)]
     rows += [("frame", 6, 1), ("frame", 7, 0), ("frame", 8, 0), ("episode", 3, 1)]
-    out, table = human(rows)
+    labels = [("humanoid", *row[:2], "standing", row[2]) for row in rows]
+    labels = write_labels(tmp_path / "mine.csv", labels)
+    for words in ({"human": labels}, {}):
+        eval_epic.success(eval_epic.Success(dataset=path, **words))
+    out = capsys.readouterr().out
+    table = read_table(tmp_path / "humanoid" / "success_mine" / "episodes.csv")
     assert [row["success"] for row in table] == ["1", "0", "1"]
     assert [row["steps"] for row in table] == ["4", "3", "0"]
-    agree = np.mean([verdict[k] == label for unit, k, label in rows if unit == "frame"])
-    assert f"agree on {100 * agree:.1f} % of 7 frames" in out
     assert "step 100: success 50 % (1 of 2" in out and "step 2000: success 100 % (1 of 1" in out
+    table = read_table(tmp_path / "humanoid" / "success_judge" / "episodes.csv")
+    expected = verdict.reshape(4, 6).mean(1) >= 0.5
+    assert [row["success"] == "1" for row in table] == expected.tolist()
 
 
 # ------------------------------------------------------------------------------ bad input
 
 
-def test_bad_input_is_one_line_and_exit_code_2(runs, datasets, tmp_path):
-    assert "no args.json" in refuses("success", "--run", tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    words = ("collect", "--source", "uniform", "--out", tmp_path / "mine")
-    assert "is not a dataset; nothing was written" in refuses(*words)
-    assert contents(tmp_path / "mine") == {"thesis.txt": b"years of work"}
+def test_help_keeps_the_lines_of_its_examples_and_errors_are_one_line(tmp_path):
+    text = command("--help").stdout
+    assert "    python eval_epic.py epic --dataset data/kneeling.npz --judge kneeling \\\n" in text
+    done = command("success", "--run", tmp_path)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and "no args.json" in lines[0], done.stderr
 
 
 def foreign(folder, **files):
@@ -625,22 +552,21 @@ def foreign(folder, **files):
     return folder
 
 
-def test_missing_foreign_and_damaged_runs(runs, tmp_path, capsys):
-    def message(folder, **settings):
-        with pytest.raises(UsageError) as caught:
-            eval_epic.success(eval_epic.Success(folder, out=tmp_path / "s", **settings))
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
+def refused(act, *words, **settings):
+    with pytest.raises(UsageError) as caught:
+        act(*words, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
+
+def test_missing_foreign_and_damaged_runs(runs, tmp_path):
+    message = functools.partial(refused, judged)
     assert "no args.json" in message(tmp_path / "nowhere")
     assert "damaged" in message(foreign(tmp_path / "a", args_json="{"))
-    args = json.loads((runs["good"] / "args.json").read_text()) | {"leap": True, "jump": False}
-    eval_epic.load_run(foreign(tmp_path / "e", args_json=json.dumps(args)))
-    assert "nothing here: leap\n" in capsys.readouterr().err
-    alien = foreign(tmp_path / "b", args_json='{"env_id": "CartPole-v1", "lr": 1}')
-    assert "not a run of sac_clip_humanoid.py or dqn" in message(alien)
-    assert "no checkpoint 7; best.pt or one of: 64" in message(runs["good"], checkpoint="7")
-    assert "CartPole-v1 has cartpole" in message(runs["good"], task="kneeling")
+    args = json.loads((runs["good"] / "args.json").read_text()) | {"leap": True}
+    assert "it has leap" in message(foreign(tmp_path / "e", args_json=json.dumps(args)))
+    assert "no step_7.pt; best or one of these steps: 64" in message(runs["good"], checkpoint="7")
+    assert "CartPole-v1 has cartpole" in message(runs["good"], judge="kneeling")
     assert "has no cartpole" in message(runs["good"], compare=runs["car"])
     broken = shutil.copytree(runs["good"], tmp_path / "c")
     best = broken / "checkpoints" / "best.pt"
@@ -651,76 +577,56 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path, capsys):
     args = json.loads((runs["humanoid"] / "args.json").read_text())
     args["target_prompt"] = ["a humanoid robot dancing"]
     dancing = foreign(tmp_path / "d", args_json=json.dumps(args))
-    assert "--task says what to judge by; one of: kneeling, lotus" in message(dancing)
+    assert "say what to judge by with --judge: Humanoid-v5 has kneeling, lotus" in message(dancing)
     assert "needs either --run" in message(None)
-    assert not list((tmp_path / "s").glob("*"))
 
 
-def test_datasets_and_labels_that_do_not_do(datasets, tmp_path):
-    data = eval_epic.load_dataset(datasets["cart"])
-    ours = data.meta["id"]
+def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
+    rewards = eval_epic.Rewards(clip_model=("local-dir:tiny_clip",))
 
-    def message(folder=datasets["cart"], rows=None, **settings):
+    def message(path=cart, rows=None, **settings):
         if rows is not None:
             settings["labels"] = str(write_labels(tmp_path / "labels.csv", rows))
-        args = eval_epic.Epic(folder, ("local-dir:tiny_clip",), out=tmp_path / "e", **settings)
-        with pytest.raises(UsageError) as caught:
-            eval_epic.epic(args)
-        assert "\n" not in str(caught.value) and not (tmp_path / "e").exists()
-        return str(caught.value)
+        text = refused(eval_epic.epic, eval_epic.Epic(path, **{"reward": rewards} | settings))
+        assert not path.with_suffix("").exists()
+        return text
 
-    def row(index, label, unit="frame", task="cartpole", name=ours):
+    def row(index, label, unit="frame", task="cartpole", name="cart"):
         return (name, unit, index, task, label)
 
-    assert "all 2 are yes, and EPIC is undefined" in message(rows=[row(0, 1), row(1, 1)])
-    assert "no label for cartpole" in message(rows=[row(0, 1, name="0123456789ab")])
+    assert "all 2 labels on" in message(rows=[row(0, 1), row(1, 1)])
+    assert "no label for cartpole" in message(rows=[row(0, 1, name="other")])
     assert "it has kneeling on" in message(rows=[row(0, 1, task="kneeling")])
     assert "line 3: " in message(rows=[row(0, 1), row(150, 0)])
-    assert "has no frame 150" in message(rows=[row(0, 1), row(150, 0)])
-    assert "label 0 or 1" in message(rows=[row(0, "yes")])
-    assert "labelled both 0 and 1" in message(rows=[row(4, 1), row(4, 0)])
-    assert "EPIC needs frames" in message(rows=[row(4, 1, "episode"), row(5, 0, "episode")])
+    assert "not a frame or episode of" in message(rows=[row(0, 1), row(150, 0)])
+    assert "and 0 or 1: frame 0, 'yes'" in message(rows=[row(0, "yes")])
+    assert "all 0 labels on states" in message(rows=[row(4, 1, "episode"), row(5, 0, "episode")])
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     assert "the columns are dataset,unit" in message(labels=str(tmp_path / "other.csv"))
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80" * 50)
     assert "not a CSV file" in message(labels=str(tmp_path / "binary.csv"))
-    assert "No such file" in message(labels=str(tmp_path / "none.csv"))
-    assert "outside [0, 1]" in message(reward_alpha=(0.0, 2.0))
-    assert "CartPole-v1 has cartpole" in message(task="lotus")
-    assert "comes out of its physics" in message(
-        datasets["humanoid"], labels="env", form="general", task="standing"
-    )
-    for name, damage in (
-        ("dataset.json", b'{"format": 1'),
-        ("dataset.json", b'{"format": 99, "id": "x", "finished": true}'),
-        ("states.npz", (datasets["cart"] / "states.npz").read_bytes()[:300]),
-        ("states.npz", (datasets["humanoid"] / "states.npz").read_bytes()),
-        ("frames/000004.png", b"not a picture"),
-    ):
-        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
-        copy = shutil.copytree(datasets["cart"], tmp_path / "copy")
-        (copy / name).write_bytes(damage)
-        with pytest.raises(UsageError, match="damaged|format 99|does not belong"):
-            eval_epic.load_dataset(copy).frame(4)
+    wrong = dataclasses.replace(rewards, reward_alpha=(0.0, 2.0))
+    assert "outside [0, 1]" in message(reward=wrong)
+    assert "CartPole-v1 has cartpole" in message(judge="lotus")
+    copy = tmp_path / "copy.npz"
+    for damage in (cart.read_bytes()[:300], b"not a dataset", b""):
+        copy.write_bytes(damage)
+        assert "damaged or not what" in refused(datasets.load_dataset, copy)
+    assert "No such file" in refused(datasets.load_dataset, tmp_path / "none.npz")
 
 
 # ------------------------------------------------------------------------------ landscape
 
 
 def test_landscape_writes_every_value_of_its_figure(tmp_path, capsys):
-    out = tmp_path / "land.png"
-    settings = {"reward_alpha": (0.0, 1.0), "points": 37, "render_size": 64, "device": "cpu"}
-    eval_epic.landscape(eval_epic.Landscape("local-dir:tiny_clip", out=out, **settings))
+    rewards = eval_epic.Rewards(reward_alpha=(0.0, 1.0), clip_model=("local-dir:tiny_clip",))
+    settings = {"points": 37, "render_size": 64}
+    eval_epic.landscape(eval_epic.Landscape(rewards, out=tmp_path / "land.png", **settings))
     rows = read_table(tmp_path / "land.csv")
-    assert len(rows) == 3 * 2 * 37 and out.stat().st_size > 20_000
+    assert len(rows) == 3 * 2 * 37 and (tmp_path / "land.png").stat().st_size > 20_000
     cart = [row for row in rows if row["env_id"] == "CartPole-v1" and row["reward_alpha"] == "0.0"]
     values = np.array([float(row["value"]) for row in cart])
     np.testing.assert_allclose(values, np.linspace(-np.pi, np.pi, 37), atol=1e-5)
     goal = np.array([row["is_goal"] == "1" for row in cart])
     np.testing.assert_array_equal(goal, np.abs(values) <= np.radians(12))
-    states = np.zeros((37, 4))
-    states[:, 2] = values
-    np.testing.assert_array_equal(goal, judges.TASKS["cartpole"].judge(states))
     assert capsys.readouterr().out.count("Pearson correlation") == 6
-    with pytest.raises(UsageError, match="does not end in .png"):
-        eval_epic.landscape(eval_epic.Landscape("local-dir:tiny_clip", out=tmp_path / "a.pdf"))

@@ -1,16 +1,15 @@
 """Does a state do what the prompt says? A function `states -> bool` for every task of the paper.
 
-    task = judges.TASKS["kneeling"]
-    task.criterion                                    # in words
-    task.judge(states)                                # [B, S] float64 -> [B] bool
+    judges.TASKS["kneeling"].judge(states)            # [B, S] float64 -> [B] bool
     judges.judge_humanoid(states)                     # {task: [B] bool}, at the cost of one
+    judges.load_judge("my_task.py:somersault")        # an own one, a function of states like these
 
-The criteria are those by which arXiv 2310.12921 judges its videos (appendix on the humanoid's
-tasks), put into numbers with MuJoCo's geometry and contacts. They share no code with the pose
-library in tiny_clip/, but where a limit had to be drawn between two tasks, or between kneeling and
-toppling, it was drawn by looking at samples of that library and at frames of a training run. They
-are strict about what the words say and lenient about style: where the arms are while it kneels, how
-straight it stands, whether it rocks.
+Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
+judges its videos (appendix on the humanoid's tasks), put into numbers with MuJoCo's geometry and
+contacts. They share no code with the pose library in tiny_clip/, but where a limit had to be drawn
+between two tasks, or between kneeling and toppling, it was drawn by looking at samples of that
+library and at frames of a training run. They are strict about what the words say and lenient about
+style: where the arms are while it kneels, how straight it stands, whether it rocks.
 """
 
 from __future__ import annotations
@@ -18,13 +17,17 @@ from __future__ import annotations
 import functools
 import math
 import os
+import runpy
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import gymnasium
 import numpy as np
 
 import egl_render
+from egl_render import UsageError
 
 # ------------------------------------------------------------------------------ what is measured
 
@@ -44,6 +47,7 @@ PARTS = {
 @functools.lru_cache(1)
 def _humanoid():
     """Gymnasium's humanoid that notices the floor from REACH on: (mujoco, model, data)."""
+    egl_render.setup_gl()  # which has to come before mujoco
     import mujoco
 
     assets = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets")
@@ -88,8 +92,7 @@ def measure(states):
         knee_at, foot_at [B, 2, 3]: place relative to the pelvis: forward as the robot faces,
             outward to that side, up; horizontal axes (no meaning where |up| is small).
         hand_at [B, 2, 3]: place of the hand relative to the torso in the torso's own axes: forward,
-            outward, up. elbow_at likewise. The torso's centre is 6 cm below the shoulders, the
-            hips are 47 cm below it.
+            outward, up. Its centre is 6 cm below the shoulders, the hips are 47 cm below it.
         hand_hip [B, 2]: gap between the hand and the nearest of pelvis, lower waist and thighs.
     Raises:
         ValueError: wrong number of columns.
@@ -109,7 +112,7 @@ def measure(states):
     double = "foot shin thigh knee bend shin_front hand hand_hip".split()
     facts = {name: np.full(n, np.inf) for name in single}
     facts |= {name: np.full((n, 2), np.inf) for name in double}
-    facts |= {f"{name}_at": np.empty((n, 2, 3)) for name in ("knee", "foot", "hand", "elbow")}
+    facts |= {f"{name}_at": np.empty((n, 2, 3)) for name in ("knee", "foot", "hand")}
     gaps = {name: facts["pelvis_floor" if name == "pelvis" else name] for name in PARTS}
     part_of = {name: part for part, members in PARTS.items() for name in members}
     for b, state in enumerate(states):
@@ -149,14 +152,12 @@ def measure(states):
             facts["shin_front"][b, i] = data.xmat[body[f"{side}_shin"]].reshape(3, 3)[2, 0]
             facts["knee_at"][b, i] = level @ (knees[i] - pelvis)
             facts["foot_at"][b, i] = level @ (at[geom[f"{side}_foot"]] - pelvis)
-            elbow = data.xpos[body[f"{side}_lower_arm"]]
             facts["hand"][b, i] = at[hand_ids[i], 2]
             facts["hand_at"][b, i] = torso.T @ (at[hand_ids[i]] - data.xpos[body["torso"]])
-            facts["elbow_at"][b, i] = torso.T @ (elbow - data.xpos[body["torso"]])
             facts["hand_hip"][b, i] = min(
                 mujoco.mj_geomDistance(model, data, hand_ids[i], hip, 2.0, None) for hip in hips
             )
-    for name in ("knee_at", "foot_at", "hand_at", "elbow_at"):
+    for name in ("knee_at", "foot_at", "hand_at"):
         facts[name] *= OUTWARD
     return facts
 
@@ -246,122 +247,100 @@ def judge_humanoid(states):
     return {name: holds(facts) for name, holds in HUMANOID.items()}
 
 
+def _cart_pole(states):
+    """CartPole-v1's own rule: the angle at most 12 degrees, the cart at most 2.4 from the middle"""
+    return (np.abs(states[:, 2]) <= math.radians(12)) & (np.abs(states[:, 0]) <= 2.4)
+
+
 # ------------------------------------------------------------------------------ tasks
+
+
+THRESHOLD = 0.5  # share of successful steps that makes an episode a success (arXiv 2310.12921)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the paper: its prompts, its criterion in words, and the judge of a state."""
+    """A task of the paper, or one's own: its prompts, its criterion in words, its judge."""
 
     name: str
-    env_ids: tuple[str, ...]
-    target_prompt: str
-    baseline_prompt: str
-    criterion: str
     judge: Callable  # states [B, S] float64 -> [B] bool
+    criterion: str
+    env_ids: tuple[str, ...] = ()  # empty: any
+    target_prompt: str = ""
+    baseline_prompt: str = ""
+    episode_rule: str = "for at least half of the clip"  # that makes an episode a success
+
+    @property
+    def prompts(self):
+        """By the names of their flags: {name: (str,)}."""
+        return {"target_prompt": (self.target_prompt,), "baseline_prompt": (self.baseline_prompt,)}
 
 
-def _cart_pole(states):
-    """CartPole-v1's own rule: the angle at most 12 degrees, the cart at most 2.4 from the middle"""
-    states = np.asarray(states, np.float64)
-    upright = np.abs(states[:, 2]) <= math.radians(12)
-    return upright & (np.abs(states[:, 0]) <= 2.4)
-
-
-def _at_goal(goal, states):
-    return np.asarray(states, np.float64)[:, 0] >= goal
-
-
-def _humanoid_task(name, target_prompt, criterion):
-    def judge(states):
-        return HUMANOID[name](measure(states))
-
-    env_ids = ("Humanoid-v5", "Humanoid-v4")
-    return Task(name, env_ids, target_prompt, "a humanoid robot", criterion, judge)
-
-
-def _mountain_task(name, env_id):
-    return Task(
-        name,
-        (env_id,),
-        "a car at the peak of the mountain, next to the yellow flag",
-        "a car in the mountain",
-        "The car is at the flag or beyond it.",
-        functools.partial(_at_goal, egl_render.MOUNTAIN_GOALS[env_id]),
-    )
+def _judge_of(name, env_ids):
+    if name in HUMANOID:
+        return lambda states: HUMANOID[name](measure(states))
+    if name == "cartpole":
+        return _cart_pole
+    return lambda states: states[:, 0] >= egl_render.MOUNTAIN_GOALS[env_ids[0]]
 
 
 TASKS = {
-    task.name: task
-    for task in (
-        Task(
-            "cartpole",
-            ("CartPole-v1",),
-            "pole vertically upright on top of the cart",
-            "pole and cart",
-            "The pole is within 12 degrees of upright and the cart on its track.",
-            _cart_pole,
-        ),
-        _mountain_task("mountain_car", "MountainCar-v0"),
-        _mountain_task("mountain_car_continuous", "MountainCarContinuous-v0"),
-        _humanoid_task(
-            "kneeling",
-            "a humanoid robot kneeling",
-            "Both knees are on the floor with the shins folded back, the torso is up, and it is "
-            "neither falling nor in the air. Sitting on the heels counts; crawling, squatting and "
-            "one knee do not.",
-        ),
-        _humanoid_task(
-            "lotus",
-            "a humanoid robot seated down, meditating in the lotus position",
-            "It sits on the floor with the torso up, both legs folded: knees near the floor and "
-            "outwards, feet inwards. (Its joints let no knee lower than 12 cm above the floor.)",
-        ),
-        _humanoid_task(
-            "standing",
-            "a humanoid robot standing up",
-            "It stands upright on both feet with its legs not folded and is not falling. The arms "
-            "may be anywhere but where another task wants them: raised, on the hips or crossed.",
-        ),
-        _humanoid_task(
-            "arms_raised",
-            "a humanoid robot standing up, with both arms raised",
-            "It stands upright on both feet, and both hands are above its head.",
-        ),
-        _humanoid_task(
-            "splits",
-            "a humanoid robot practicing gymnastics, doing the side splits",
-            "It sits on the floor with the torso up, both legs straight, on the floor and spread "
-            "sideways by 105 degrees or more. (Its hips open to 126.)",
-        ),
-        _humanoid_task(
-            "hands_on_hips",
-            "a humanoid robot standing up with hands on hips",
-            "It stands upright on both feet with each hand at its side's hip or the base of the "
-            "waist; not on the chest, not in front, not hanging down the thighs.",
-        ),
-        _humanoid_task(
-            "arms_crossed",
-            "a humanoid robot standing up, with its arms crossed",
-            "It stands upright on both feet and its forearms cross in front of the chest, each "
-            "hand on the other arm's side. Hands that only touch do not count.",
-        ),
-        _humanoid_task(
-            "one_leg",
-            "a humanoid robot standing up on one leg",
-            "It stands upright and balanced, with one foot on the floor and nothing else.",
-        ),
-    )
+    name: Task(name, _judge_of(name, words["env_ids"]), **words)
+    for name, words in tomllib.loads((Path(__file__).parent / "tasks.toml").read_text()).items()
 }
 
 
-def task_for(env_id, target_prompts=()):
-    """The task that a run was about: the environment's only one, or the one with that prompt.
+def tasks_of(env_id):
+    """The tasks [Task] that there are for an environment, or for None all."""
+    return [task for task in TASKS.values() if env_id is None or env_id in task.env_ids]
 
-    Returns:
-        Task, or None where the prompt is not one of the paper's.
+
+def task_for(env_id, target_prompts=()):
+    """The Task that a run was about: the environment's only one, or the one with that prompt. None
+    where the prompt is not one of the paper's."""
+    here = tasks_of(env_id)
+    named = [task for task in here if [task.target_prompt] == list(target_prompts)]
+    return next(iter(here if len(here) == 1 else named), None)
+
+
+def find_task(spec, env_id, target_prompts=()):
+    """What to judge by: a task's name, FILE.py:FUNCTION, or None for what `task_for` says.
+
+    The function gets states [B, S] float64 (MuJoCo: qpos and qvel; classic tasks: env.state) and
+    returns [B] bool; its docstring is the criterion.
+
+    Raises:
+        UsageError: no such task, file or function, or a task of another environment.
     """
-    here = [task for task in TASKS.values() if env_id in task.env_ids]
-    if len(here) == 1:
-        return here[0]
-    return next((task for task in here if [task.target_prompt] == list(target_prompts)), None)
+    if spec and ":" in spec:
+        return _own_task(spec)
+    task = TASKS.get(spec) if spec else task_for(env_id, target_prompts)
+    if task not in tasks_of(env_id):
+        names = ", ".join(task.name for task in tasks_of(env_id)) or "no judge"
+        problem = f"--judge {spec}" if spec else "say what to judge by with --judge"
+        here = f"{env_id or 'this'} has {names}; an own one is --judge FILE.py:FUNCTION"
+        raise UsageError(f"{problem}: {here}")
+    return task
+
+
+def _own_task(spec):
+    path, _, name = spec.rpartition(":")
+    try:
+        function = runpy.run_path(path)[name]
+    except Exception as error:  # whatever somebody's file raises
+        raise UsageError(f"--judge {spec}: {error!r}; it is FILE.py:FUNCTION") from error
+
+    def judge(states):
+        verdict = np.asarray(function(states))
+        if verdict.shape != (len(states),) or verdict.dtype != bool:
+            made = f"{list(verdict.shape)} {verdict.dtype}"
+            raise UsageError(f"--judge {spec}: of {len(states)} states not [B] bool but {made}")
+        return verdict
+
+    return Task(name, judge, " ".join((function.__doc__ or spec).split()))
+
+
+def load_judge(spec, env_id=None):
+    """The function states [B, S] float64 -> [B] bool of a task's name or FILE.py:FUNCTION. Raises
+    UsageError as `find_task`; without `env_id` a task of any environment will do."""
+    return find_task(spec, env_id).judge

@@ -1,0 +1,1 @@
+"""What eval_epic.py calls: judges of states, datasets of states, figures, the labelling page."""

@@ -1,0 +1,209 @@
+"""Label a dataset by hand, in the browser, a key press an answer. Needs `pip install .[label]`.
+
+Y says that the picture meets the task's criterion, N that it does not, S leaves it for the end, U
+takes the last one back. Every answer is in the file before the next picture comes, and the same
+command goes on where the last one stopped. The page is for this machine alone: it listens on
+127.0.0.1, loads nothing from anywhere else, and tells nobody anything. What the judge says is shown
+only when all is labelled, or a person would learn to agree with it.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.util
+import io
+import os
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from egl_render import UsageError
+from evaluation.datasets import LABEL_COLUMNS, label_rows, read_labels, write_csv
+
+
+class Session:
+    """Which frames or episodes there are, which is to be answered now, and the file of answers.
+
+    Their order is random and the same at every start: what is labelled so far is a fair sample.
+
+    Args:
+        dataset: Dataset.
+        task: judges.Task.
+        unit: "frame" or "episode".
+        path: of the CSV file; need not exist. Its rows on other datasets and tasks stay.
+        count: how many to label; None: all.
+    Raises:
+        UsageError: the dataset has no episodes, or the file is not one of labels.
+    """
+
+    def __init__(self, dataset, task, unit="frame", path=None, count=None):
+        self.dataset, self.task, self.unit, self.path = dataset, task, unit, Path(path)
+        if unit == "episode" and dataset.arguments["source"] != "run":
+            raise UsageError(f"{dataset.path} has single states and no episodes: --unit frame")
+        units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
+        self.order = random.Random(dataset.path.stem).sample(units, len(units))[:count]
+        known = read_labels(path, dataset, task.name, needed=False) if self.path.exists() else {}
+        # what was answered, or skipped (None), the last at the end
+        self.answers = {k: v for k, v in known.get(unit, {}).items() if k in set(self.order)}
+        self.lock = threading.RLock()
+
+    def todo(self):
+        """Numbers of the frames or episodes to be answered, now and next; skipped ones at the end.
+        Empty: all are."""
+        skipped = [k for k, label in self.answers.items() if label is None]
+        return [k for k in self.order if k not in self.answers] + skipped
+
+    def answer(self, index, label):
+        """Save that `index` meets the criterion, or not, or leave it for the end (None).
+
+        An answer to what is not asked now is dropped: the second press of a hasty double, or
+        another window. Raises OSError, UsageError if it cannot be saved; nothing has changed then.
+        """
+        with self.lock:
+            if index in self.todo()[:1]:
+                self._save(index, label)
+                self.answers.pop(index, None)
+                self.answers[index] = label
+
+    def undo(self):
+        """Take back the last answer or skip, also of an earlier session, and ask it again."""
+        with self.lock:
+            if self.answers:
+                self._save(last := [*self.answers][-1], None)
+                del self.answers[last]
+
+    def _save(self, index, label):
+        columns, rows = label_rows(self.path) if self.path.exists() else (LABEL_COLUMNS, [])
+        values = (self.dataset.path.stem, self.unit, str(index), self.task.name)
+        ours = dict(zip(LABEL_COLUMNS, values))
+        rows = [row for row in rows if ours.items() - row.items()]
+        rows += [] if label is None else [ours | {"label": str(int(label))}]
+        write_csv(self.path, columns, rows)
+
+    def agreement(self):
+        """In words, how the judge agrees with the answers."""
+        judge, count = self.task.judge(self.dataset.states), len(self.answers)
+        if self.unit == "episode":
+            judge = {k: self.dataset.episode_success(k, judge) for k in self.answers}
+        same = sum(label == judge[k] for k, label in self.answers.items())
+        return f"You and the judge agree on {100 * same / count:.0f} % ({same} of {count})."
+
+    def rows(self, index):
+        """Rows of the dataset that a unit consists of, in the order of time: [int]."""
+        return np.array([index]) if self.unit == "frame" else self.dataset.rows(index)
+
+    def image(self, index, render):
+        """HTML of a frame as PNG or of an episode as looping WebP, ten pictures a second."""
+        first, *others = map(Image.fromarray, render(self.dataset.states[self.rows(index)]))
+        file, kind = io.BytesIO(), "png" if self.unit == "frame" else "webp"
+        clip = {"save_all": True, "append_images": others, "duration": 100, "loop": 0, "method": 0}
+        first.save(file, kind, **clip if others else {})
+        data = base64.b64encode(file.getvalue()).decode()
+        return f'<img data-index={index} src="data:image/{kind};base64,{data}">'
+
+
+# ------------------------------------------------------------------------------ the page
+
+CSS = """
+.gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
+#picture img { height: 82vh; width: 100%; object-fit: contain; }
+#words p { font-size: 1.1rem; line-height: 1.5; }
+#yes { background: #15803d; color: white; } #no { background: #b91c1c; color: white; }
+"""
+HEAD = """<script>
+document.addEventListener("keydown", (event) => {
+  const id = {y: "yes", n: "no", u: "undo", s: "skip"}[event.key.toLowerCase()];
+  if (id && !event.repeat && !event.ctrlKey && !event.altKey && !event.metaKey)
+    document.getElementById(id)?.click();
+});
+const shownUnit = () => Number(document.querySelector("#picture [data-index]").dataset.index);
+</script>"""
+
+
+def make_page(session, image):
+    """The page: gradio.Blocks. image: function from a number to the HTML of its picture."""
+    import gradio
+
+    def view():
+        todo = session.todo()
+        done = len(session.order) - len(todo)
+        words = f"**{done} of {len(session.order)}**"
+        if session.answers:
+            last, label = [*session.answers.items()][-1]
+            said = {True: "yes", False: "no", None: "skipped"}[label]
+            words += f" &nbsp; last: {session.unit} {last}: {said}"
+        if not todo:
+            end = f"All {done} are labelled. {session.agreement()} You can close this page."
+            return f"<h2 data-index=-1>{end}</h2>", words
+        if len(todo) > 1:  # drawn while this one is looked at
+            threading.Thread(target=image, args=todo[1:2]).start()
+        return image(todo[0]), words
+
+    def press(label, index):
+        try:
+            session.undo() if label == "undo" else session.answer(int(index), label)
+        except (OSError, UsageError) as error:
+            raise gradio.Error(f"not saved: {error}") from error
+        return view()
+
+    frames, task = session.unit == "frame", session.task
+    question = f"### Does the {'picture' if frames else 'clip'} show this: {task.name}?\n"
+    rule = "" if frames else f" Yes, if that holds {task.episode_rule}."
+    keys = {"yes": True, "no": False, "skip": None, "undo": "undo"}
+    with gradio.Blocks(analytics_enabled=False, title=f"{task.name}") as page:
+        shown = gradio.Number(visible=False)  # what the person sees, filled in by the browser
+        with gradio.Row():
+            with gradio.Column(scale=5):
+                picture = gradio.HTML(elem_id="picture")
+            with gradio.Column(scale=3):
+                gradio.Markdown(question + task.criterion + rule, elem_id="words")
+                buttons = [gradio.Button(f"{key} ({key[0].upper()})", elem_id=key) for key in keys]
+                words = gradio.Markdown()
+        for button, label in zip(buttons, keys.values()):
+            act = functools.partial(press, label)
+            button.click(
+                act, shown, [picture, words], js="() => shownUnit()", show_progress="hidden"
+            )
+        page.load(view, None, [picture, words])
+    return page
+
+
+def serve(session, render, port=None):
+    """Serve the page until Ctrl-C.
+
+    Args:
+        render: function from states [B, S] to frames [B, H, W, 3] uint8; called by any thread.
+        port: on 127.0.0.1; None: a free one.
+    Raises:
+        UsageError: no gradio, or a port that is taken.
+    """
+    if importlib.util.find_spec("gradio") is None:
+        raise UsageError("the labelling page needs gradio: pip install .[label]")
+    # before gradio is imported: no telemetry, `launch` returns, and its look whether the page is up
+    # goes through no proxy
+    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_DEBUG": "0"}
+    os.environ |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
+    import gradio
+
+    image = functools.lru_cache(8)(functools.partial(session.image, render=render))
+    fonts = [gradio.themes.Font(name) for name in ("system-ui", "sans-serif")]  # none is fetched
+    look = {"theme": gradio.themes.Default(font=fonts, font_mono=fonts), "css": CSS, "head": HEAD}
+    look |= {"footer_links": [], "run_history": False, "ssr_mode": False}
+    local = {"share": False, "server_name": "127.0.0.1", "server_port": port, "quiet": True}
+    page = make_page(session, image)
+    try:
+        page.launch(prevent_thread_lock=True, **local, **look)
+    except OSError as error:
+        raise UsageError(f"--port {port} is taken; without --port a free one is found") from error
+    print(f"open {page.local_url} and answer by key; Ctrl-C ends", flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        page.close(verbose=False)
+    left = len(session.todo())
+    print(f"{len(session.order) - left} of {len(session.order)} labelled, in {session.path}")
+    print("" if left else session.agreement())
