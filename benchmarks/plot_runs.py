@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import matplotlib
 import numpy as np
 import tyro
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 
 @dataclass
@@ -37,37 +41,27 @@ def read(run, scalar):
     if scalar not in events.Tags()["scalars"]:
         has = ", ".join(events.Tags()["scalars"]) or "no scalars"
         sys.exit(f"error: {run} has no {scalar}; it has {has}")
-    events = events.Scalars(scalar)
-    return np.array([e.step for e in events]), np.array([e.value for e in events])
+    return np.array([(e.step, e.value) for e in events.Scalars(scalar)]).T
 
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    curves = {run: read(run, args.scalar) for run in args.runs}
-    for run, (steps, values) in curves.items():
-        tenth = max(1, len(values) // 10)
-        print(
-            f"{run.name}: {steps[-1]:,} steps, mean of the last {args.last}: "
-            f"{values[-args.last :].mean():.4g}, first tenth {values[:tenth].mean():.4g}, "
-            f"last tenth {values[-tenth:].mean():.4g}"
-        )
+    curves = {run.name: read(run, args.scalar) for run in args.runs}
+    for name, (steps, values) in curves.items():
+        end = f"mean of the last {args.last}: {values[-args.last :].mean():.4g}"
+        print(f"{name}: {steps[-1]:,.0f} steps, {end}, largest {values.max():.4g}")
     if args.out is None:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for run, (steps, values) in curves.items():
-        axes.plot(steps, values, lw=0.8, alpha=0.6, label=run.name.split("__")[2])
-    first = max(steps[0] for steps, _ in curves.values())
-    grid = np.linspace(first, min(steps[-1] for steps, _ in curves.values()), 300)
+    for name, curve in curves.items():
+        axes.plot(*curve, lw=0.8, alpha=0.6, label=name.split("__")[2])
+    begin = max(steps[0] for steps, _ in curves.values())
+    grid = np.linspace(begin, min(steps[-1] for steps, _ in curves.values()), 300)
     mean = np.mean([np.interp(grid, *curve) for curve in curves.values()], axis=0)
     axes.plot(grid, mean, lw=2, color="black", label="mean")
     axes.set(xlabel="environment steps", ylabel=args.scalar, title=args.title)
-    axes.legend(title="seed", frameon=False, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(title="seed", frameon=False, loc="outside right upper")  # beside the curves
     figure.savefig(args.out, dpi=130)
 
 

@@ -6,40 +6,17 @@ state, and pictures. The counterpart of poses.py and data.py's humanoid half.
     frames = draw("cartpole", states, 96, np.random.default_rng(0))         # [600, 96, 96, 3] uint8
 """
 
+import os
+import tomllib
+
 import numpy as np
 
 import egl_render
+from scenes import paint
 
-# Concept -> captions; the first is the paper's prompt, if any. Truth is symmetric about the
-# vertical, so that pictures can be mirrored: no left and right.
-CAPTIONS = {
-    "cart": ["pole and cart", "a cart with a pole", "a pole on a cart", "a pole and a cart",
-             "a cart and a pole on a track", "a black cart with a brown pole"],
-    "upright": ["pole vertically upright on top of the cart", "a pole standing upright on a cart",
-                "an upright pole on top of the cart", "a vertical pole on a cart",
-                "the pole is balanced vertically above the cart", "a pole pointing straight up",
-                "a cart balancing a pole", "pole upright"],
-    "tilted": ["a tilted pole on a cart", "the pole leans to one side", "a leaning pole",
-               "a slanting pole on top of the cart", "a pole about to fall from the cart"],
-    "horizontal": ["a pole lying horizontally beside the cart", "a horizontal pole",
-                   "the pole sticks out sideways from the cart", "a pole level with the cart"],
-    "hanging": ["a pole hanging down below the cart", "the pole points straight down",
-                "a pole hanging from the cart", "a pole upside down under the cart"],
-    "mountain": ["a car in the mountain", "a car in the mountains", "a car and a mountain",
-                 "a car on a hill", "a mountain with a car and a yellow flag"],
-    "peak": ["a car at the peak of the mountain, next to the yellow flag",
-             "a car at the peak of the mountain", "a car next to the yellow flag",
-             "a car on the summit beside the flag", "a car on top of the mountain",
-             "a car that has reached the flag", "a car parked at the flag on the mountain top"],
-    "climbing": ["a car half way up to the flag", "a car climbing towards the flag",
-                 "a car driving up the slope below the flag", "a car on its way to the peak"],
-    "valley": ["a car at the bottom of the valley", "a car in the valley", "a car down in a valley",
-               "a car between the mountains", "a car far below the flag"],
-    "far_slope": ["a car on the slope away from the flag", "a car on the other side of the valley",
-                  "a car on the slope across from the flag", "a car with its back to the flag"],
-}  # fmt: skip
-PREFIXES = ("a photo of ", "a picture of ", "an image of ", "a drawing of ", "this is ",
-            "a rendering of ")  # fmt: skip
+with open(os.path.join(os.path.dirname(__file__), "captions.toml"), "rb") as file:
+    WORDS = tomllib.load(file)
+CAPTIONS = WORDS["classic"]
 
 # Scene -> environment and whether it is the landscape
 SCENES = {
@@ -99,6 +76,6 @@ def truth_of(scene, states):
 def draw(scene, states, size, rng):
     """Frames [B, size, size, 3] uint8; "mountain_varied" draws another landscape from rng."""
     env_id, textured = SCENES[scene]
-    landscape = egl_render.mountain_scene(rng) if scene == "mountain_varied" else None
+    landscape = paint.mountain_scene(rng) if scene == "mountain_varied" else None
     renderer = egl_render.ClassicRenderer(env_id, size, textured, landscape)
     return renderer.render(states)

@@ -13,85 +13,31 @@ Importing this module chooses the GL backend and imports mujoco.
 import dataclasses
 import functools
 import multiprocessing
-import os
-import sys
 
 import numpy as np
 import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
+from tqdm import tqdm
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)  # for `python tiny_clip/train.py`
-
-import egl_render  # noqa: E402
+import egl_render
 
 egl_render.setup_gl("cpu")
 
 import gymnasium  # noqa: E402
 import mujoco  # noqa: E402
 
+from scenes import paint  # noqa: E402
 from tiny_clip import classic, poses  # noqa: E402
 
 IMAGE_SIZE = 64
 
 # ------------------------------------------------------------------------------ captions
 
-# Concept -> captions; {} stands for the subject. The first is the paper's prompt, if any.
-HUMANOID_CAPTIONS = {
-    "robot": ["{}", "{} outdoors", "{} on a stone floor", "{} under a cloudy sky", "{} outside",
-              "{} in front of the camera", "{} made of metal"],
-    "standing": ["{} standing up", "{} standing", "{} standing upright", "{} on its feet",
-                 "{} stands on both feet", "{} standing on the ground", "{} stands tall",
-                 "{} standing still"],
-    "arms_raised": ["{} standing up, with both arms raised", "{} with both arms raised",
-                    "{} with its arms up in the air", "{} standing with raised arms",
-                    "{} raises both hands above its head", "{} holding both arms up",
-                    "{} standing with hands up"],
-    "hands_on_hips": ["{} standing up with hands on hips", "{} with hands on hips",
-                      "{} with its hands on its hips", "{} standing with both hands at its waist",
-                      "{} stands arms akimbo", "{} resting its hands on the hips"],
-    "arms_crossed": ["{} standing up, with its arms crossed", "{} with crossed arms",
-                     "{} with its arms crossed", "{} standing with folded arms",
-                     "{} folding its arms", "{} crossing its arms in front of the chest"],
-    "one_leg": ["{} standing up on one leg", "{} standing on one leg", "{} on one leg",
-                "{} balancing on one foot", "{} with one leg lifted", "{} stands on a single leg"],
-    "kneeling": ["{} kneeling", "{} kneeling down", "{} on its knees", "{} kneels",
-                 "{} kneels on the ground with both knees on the floor", "{} down on both knees",
-                 "{} kneeling on the floor", "{} in a kneeling position", "{} kneeling upright"],
-    "lotus": ["{} seated down, meditating in the lotus position", "{} in the lotus position",
-              "{} meditating", "{} sitting cross-legged", "{} meditating with crossed legs",
-              "{} sitting in the lotus pose", "{} sits cross-legged on the floor"],
-    "splits": ["{} practicing gymnastics, doing the side splits", "{} doing the splits",
-               "{} doing the side splits", "{} in a side split", "{} with legs stretched sideways",
-               "{} doing gymnastics, legs spread wide on the floor", "{} performing the splits"],
-    "lying": ["{} lying on the ground", "{} lying down", "{} lying on the floor", "{} lies flat",
-              "{} fallen over", "{} that has fallen to the ground", "{} lying"],
-    "lying_back": ["{} lying on its back", "{} flat on its back", "{} lying face up",
-                   "{} lying on the ground, facing the sky", "{} on its back"],
-    "lying_front": ["{} lying face down", "{} lying on its belly", "{} lying on its front",
-                    "{} flat on its stomach", "{} face down on the floor"],
-    "squatting": ["{} squatting", "{} crouching", "{} squatting down", "{} in a deep squat",
-                  "{} crouching with bent knees", "{} squats"],
-    "sitting": ["{} sitting", "{} sitting on the ground", "{} seated", "{} sitting on the floor",
-                "{} sitting down with legs stretched forward", "{} sits"],
-    "crawling": ["{} crawling", "{} on all fours", "{} crawling on hands and knees",
-                 "{} crawling on the ground", "{} on its hands and knees", "{} crawls"],
-    "falling": ["{} falling", "{} falling over", "{} losing its balance", "{} toppling over",
-                "{} tilted, about to fall", "{} tipping over"],
-    "contorted": ["{} in a contorted pose", "{} twisted on the ground", "{} collapsed in a heap",
-                  "{} in a strange position", "{} tangled up", "{} crumpled on the floor"],
-}  # fmt: skip
+HUMANOID_CAPTIONS, WORDING = classic.WORDS["humanoid"], classic.WORDS["wording"]
 CAPTIONS = HUMANOID_CAPTIONS | classic.CAPTIONS
 CONCEPTS = tuple(CAPTIONS)
 BASELINES = ("robot", "cart", "mountain")  # true of every picture of their scenes
-GOALS = tuple(poses.TASKS)
-SUBJECTS = ("a robot", "the robot", "a humanoid", "the humanoid robot", "a metal robot",
-            "an android", "one humanoid robot", "a silver humanoid robot", "a person")  # fmt: skip
-PREFIXES = ("a photo of ", "a picture of ", "an image of ", "a photograph of ", "a rendering of ",
-            "a render of ", "this is ", "a close photo of ")  # fmt: skip
-SUFFIXES = (".", " outdoors", " on a stone floor", " under a cloudy sky", " outside", "!")
-SMALL_WORDS = {"a", "the", "its", "up", "both", "of", "on", "down", "with", "in", "humanoid"}
 
 
 def exact(caption):
@@ -101,40 +47,27 @@ def exact(caption):
 
 def reworded(caption, rng):
     """One other way to put a caption: subject, beginning and end vary, a small word may go."""
-    humanoid = "{}" in caption
-    prefixes, suffixes = (PREFIXES, SUFFIXES) if humanoid else (classic.PREFIXES, (".", "!"))
-    subject = SUBJECTS[rng.integers(len(SUBJECTS))] if rng.random() < 0.5 else "a humanoid robot"
+
+    def pick(options):
+        return options[rng.integers(len(options))]
+
+    ends = WORDING["humanoid" if "{}" in caption else "classic"]
+    subject = pick(WORDING["subjects"]) if rng.random() < 0.5 else "a humanoid robot"
     text = caption.format(subject)
     if rng.random() < 0.3:
-        text = prefixes[rng.integers(len(prefixes))] + text
+        text = pick(ends["prefixes"]) + text
     if rng.random() < 0.2:
-        text += suffixes[rng.integers(len(suffixes))]
+        text += pick(ends["suffixes"])
     if rng.random() < 0.3:
         words = text.split(" ")
-        small = [i for i, word in enumerate(words) if word in SMALL_WORDS]
+        small = [i for i, word in enumerate(words) if word in WORDING["small_words"]]
         if small and len(words) > 2:
-            del words[small[rng.integers(len(small))]]
+            del words[pick(small)]
             text = " ".join(words)
     return text
 
 
 # ------------------------------------------------------------------------------ truth
-
-# Pose -> what is true of it beside itself and "robot". Parts are how much a person would agree.
-ALSO_TRUE = {
-    "arms_raised": dict(standing=1),
-    "hands_on_hips": dict(standing=1),
-    "arms_crossed": dict(standing=1),
-    "one_leg": dict(standing=0.7),
-    "lotus": dict(sitting=0.7),
-    "splits": dict(sitting=0.3),
-    "sitting": dict(lotus=0.15),
-    "squatting": dict(kneeling=0.2, standing=0.1),
-    "crawling": dict(kneeling=0.2),
-    "lying_back": dict(lying=1),
-    "lying_front": dict(lying=1),
-}
-GEOMETRIC = ("falling", "contorted")  # poses too various for a fixed row of truth
 
 
 def _ramp(x, low, high):
@@ -172,7 +105,8 @@ def degrees(facts):
 
 
 def _row(name):
-    row = dict.fromkeys(CONCEPTS, 0.0) | {"robot": 1.0, name: 1.0} | ALSO_TRUE.get(name, {})
+    also = classic.WORDS["also_true"].get(name, {})
+    row = dict.fromkeys(CONCEPTS, 0.0) | {"robot": 1.0, name: 1.0} | also
     return np.array([row[concept] for concept in CONCEPTS])
 
 
@@ -190,43 +124,36 @@ def truth_of(names, qpos):
     Returns:
         truth [B, C], weight [B, C], float64 in [0, 1].
     """
-    facts = poses.describe(qpos)
-    degree, labels = degrees(facts), poses.label(qpos)
-    index = {concept: c for c, concept in enumerate(CONCEPTS)}
-    truth = np.zeros((len(qpos), len(CONCEPTS)))
+    names, facts, labels = np.asarray(names), poses.describe(qpos), poses.label(qpos)
+    d = degrees(facts)
+    truth = np.array([_row(name) for name in names])
     weight = np.tile(_family(HUMANOID_CAPTIONS), (len(qpos), 1))
-    for b, name in enumerate(names):
-        if name not in GEOMETRIC and name != "rollout":
-            truth[b] = _row(name)
-            continue
-        d = {key: values[b] for key, values in degree.items()}
-        row = {"robot": 1.0, "arms_raised": d["standing"] * d["hands_high"]}
-        row |= {c: d[c] for c in ("kneeling", "standing", "lying", "lying_back", "lying_front")}
-        doubt = {}
-        if name == "rollout":
-            row["falling"] = float(labels[b] == "falling")
-            doubt = dict(falling=labels[b] == "other", contorted=True)
-        else:
-            row[name] = 1.0
-            doubt = dict(contorted=name == "falling", falling=name == "contorted")
-        wide = min(facts["right_foot_out"][b], facts["left_foot_out"][b]) > 0.4
-        low_knees = max(facts["right_knee"][b], facts["left_knee"][b]) < 0.2
-        feet_apart = abs(facts["right_foot"][b] - facts["left_foot"][b]) > 0.08
-        half_up = facts["up"][b] > 0.4
-        doubt |= dict(
-            sitting=d["seated"] > 0.1,
-            splits=d["seated"] > 0.3 and wide,
-            lotus=d["seated"] > 0.3 and low_knees and not wide,
-            squatting=half_up and 0.2 < facts["pelvis"][b] < 0.75,
-            crawling=facts["front"][b] < -0.3 and low_knees,
-            one_leg=d["standing"] > 0.3 and feet_apart,
-            hands_on_hips=d["standing"] > 0.5,
-            arms_crossed=d["standing"] > 0.5,
-        )
-        for concept, value in row.items():
-            truth[b, index[concept]] = value
-        for concept, unknown in doubt.items():
-            weight[b, index[concept]] = not unknown
+    # three kinds of states are too various for a fixed row: what geometry says, where it can tell
+    rollout, falling, contorted = (names == kind for kind in ("rollout", "falling", "contorted"))
+    various = rollout | falling | contorted
+    geometry = {c: d[c] for c in ("kneeling", "standing", "lying", "lying_back", "lying_front")}
+    geometry["arms_raised"] = d["standing"] * d["hands_high"]
+    geometry["falling"] = np.where(rollout, labels == "falling", falling)
+    wide = np.minimum(facts["right_foot_out"], facts["left_foot_out"]) > 0.4
+    low_knees = np.maximum(facts["right_knee"], facts["left_knee"]) < 0.2
+    feet_apart = abs(facts["right_foot"] - facts["left_foot"]) > 0.08
+    half_down = (facts["pelvis"] > 0.2) & (facts["pelvis"] < 0.75)
+    doubt = dict(
+        falling=np.where(rollout, labels == "other", contorted),
+        contorted=rollout | falling,
+        sitting=d["seated"] > 0.1,
+        splits=(d["seated"] > 0.3) & wide,
+        lotus=(d["seated"] > 0.3) & low_knees & ~wide,
+        squatting=(facts["up"] > 0.4) & half_down,
+        crawling=(facts["front"] < -0.3) & low_knees,
+        one_leg=(d["standing"] > 0.3) & feet_apart,
+        hands_on_hips=d["standing"] > 0.5,
+        arms_crossed=d["standing"] > 0.5,
+    )
+    for concept, column in geometry.items():
+        truth[various, CONCEPTS.index(concept)] = column[various]
+    for concept, column in doubt.items():
+        weight[various & column, CONCEPTS.index(concept)] = 0
     return truth, weight
 
 
@@ -254,25 +181,12 @@ def _turned(qpos, rng, facing=0.4):
     return qpos
 
 
-def detour(start, goal, rng, t):
-    """As poses.blend, from one sample of any pose `start` into one of `goal`: qpos [K, 24]."""
-    a, b = poses.sample(start, rng)[0], poses.sample(goal, rng)[0]
-    if a[3:7] @ b[3:7] < 0:
-        b[3:7] *= -1
-    path = []
-    for s in np.asarray(t, np.float64):
-        qpos = (1 - s) * a + s * b
-        qpos[3:7] /= np.linalg.norm(qpos[3:7])
-        path.append(poses.put_down(qpos))
-    return np.array(path)
-
-
 def _path_truth(start, goal, t, qpos):
     """Truth along a blend: of start (1-t), of goal t. What neither claims counts little."""
     (a, _), (b, _) = truth_of([start] * len(qpos), qpos), truth_of([goal] * len(qpos), qpos)
     truth = (1 - t[:, None]) * a + t[:, None] * b
     weight = np.tile(0.3 * _family(HUMANOID_CAPTIONS), (len(qpos), 1))
-    known = [c for c, concept in enumerate(CONCEPTS) if concept in (*GOALS, "robot")]
+    known = [c for c, concept in enumerate(CONCEPTS) if concept in (*poses.TASKS, "robot")]
     weight[:, known] = 1.0
     kneeling = CONCEPTS.index("kneeling")
     if goal != "kneeling":  # on the way to elsewhere one may come by
@@ -289,31 +203,28 @@ def draw_states(rng, count):
     names = list(POSE_WEIGHTS)
     share = np.array(list(POSE_WEIGHTS.values()), float)
     parts = []
-
-    def add(qpos, truth, weight):
-        parts.append((qpos, truth, weight))
-
     todo = {source: round(part * count) for source, part in SOURCES.items()}
     drawn = rng.choice(len(names), todo["sample"], p=share / share.sum())
     for index, name in enumerate(names):
         n = int((drawn == index).sum())
         if n:
             qpos = _turned(poses.sample(name, rng, n), rng)
-            add(qpos, *truth_of([name] * n, qpos))
+            parts.append((qpos, *truth_of([name] * n, qpos)))
     for _ in range(0, todo["blend"], 6):
         goal, t = BLEND_GOALS[rng.integers(len(BLEND_GOALS))], np.sort(rng.uniform(0, 1, 6))
         qpos = _turned(poses.blend(goal, rng, t), rng)
-        add(qpos, *_path_truth("standing", goal, t, qpos))
+        parts.append((qpos, *_path_truth("standing", goal, t, qpos)))
     for _ in range(0, todo["detour"], 4):
         start = DETOUR_STARTS[rng.integers(len(DETOUR_STARTS))]
         goal, t = BLEND_GOALS[rng.integers(len(BLEND_GOALS))], np.sort(rng.uniform(0, 1, 4))
-        qpos = _turned(detour(start, goal, rng, t), rng)
+        ends = poses.sample(start, rng)[0], poses.sample(goal, rng)[0]
+        qpos = _turned(poses.path(*ends, t), rng)
         # squared: half way out of a heap on the floor hardly anything of the goal can be seen
-        add(qpos, *_path_truth(start, goal, t**2, qpos))
+        parts.append((qpos, *_path_truth(start, goal, t**2, qpos)))
     episodes = poses.rollout_states(rng, max(2, todo["rollout"] // 40 // 2 * 2))
     rolled = episodes.reshape(-1, 24)
     rolled = rolled[rng.choice(len(rolled), min(todo["rollout"] + 12, len(rolled)), replace=False)]
-    add(rolled, *truth_of(["rollout"] * len(rolled), rolled))
+    parts.append((rolled, *truth_of(["rollout"] * len(rolled), rolled)))
     qpos, truth, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
     keep = rng.permutation(len(qpos))[:count]
     return qpos[keep], truth[keep], weight[keep]
@@ -339,16 +250,14 @@ def scene_model(scene, rng):
     """A fresh mujoco.MjModel of a scene of SCENES."""
     if scene == "plain":
         return mujoco.MjModel.from_xml_path(poses.HUMANOID_XML)
-    return egl_render.textured_model(poses.HUMANOID_XML, rng if scene == "varied" else None)
+    look = paint.paint_look(rng) if scene == "varied" else None
+    return egl_render.textured_model(poses.HUMANOID_XML, look)
 
 
-@functools.lru_cache(1)
+@functools.cache
 def environment_camera():
     """The camera of Humanoid-v5's own render()."""
-    env = gymnasium.make("Humanoid-v5", render_mode="rgb_array")
-    camera = egl_render.env_camera(env)
-    env.close()
-    return camera
+    return egl_render.env_camera(gymnasium.make("Humanoid-v5"))
 
 
 def _camera(scene, rng):
@@ -373,8 +282,7 @@ def _aim(renderer, camera):
 
 
 def draw_job(job):
-    """One job's (pictures [count, 3, 64, 64] uint8, truth, weight [count, C] float32, and qpos
-    [count, 24], zeros for classic scenes)."""
+    """One job's pictures [count, 3, 64, 64] uint8, truth and weight [count, C] float32."""
     rng = np.random.default_rng(job.seed)
     if job.scene in classic.SCENES:
         return _draw_classic(job, rng)
@@ -395,7 +303,7 @@ def draw_job(job):
             _aim(renderer, cameras[i])
             pictures[i] = shrink(renderer.render(states[i : i + 1]))[0]
         renderer.close()
-    return pictures, truth.astype(np.float32), weight.astype(np.float32), qpos
+    return pictures, truth.astype(np.float32), weight.astype(np.float32)
 
 
 def _draw_classic(job, rng):
@@ -407,7 +315,7 @@ def _draw_classic(job, rng):
     for rows in np.array_split(np.arange(job.count), max(1, job.count // 100)):
         size = int(rng.choice([*SIZES, 480], p=[*(0.95 * p for p in SIZES.values()), 0.05]))
         pictures[rows] = shrink(classic.draw(job.scene, states[rows], size, rng))
-    return pictures, truth.astype(np.float32), weight.astype(np.float32), np.zeros((job.count, 24))
+    return pictures, truth.astype(np.float32), weight.astype(np.float32)
 
 
 def shrink(frames):
@@ -417,16 +325,9 @@ def shrink(frames):
     return TF.resize(nchw, size, InterpolationMode.BICUBIC, antialias=True).numpy()
 
 
-def _start_worker():
-    torch.set_num_threads(1)
-
-
-def make_pictures(jobs, workers=2, progress=lambda done: None):
-    """All jobs' pictures in processes of their own: (pictures [N, 3, 64, 64] uint8,
-    truth [N, C], weight [N, C] float32, qpos [N, 24])."""
-    parts = []
-    with multiprocessing.get_context("spawn").Pool(workers, _start_worker) as pool:
-        for part in pool.imap(draw_job, jobs):
-            parts.append(part)
-            progress(sum(len(p[0]) for p in parts))
+def make_pictures(jobs, workers=2):
+    """All jobs' pictures [N, 3, 64, 64] uint8, truth and weight [N, C] float32, drawn in processes
+    of their own."""
+    with multiprocessing.get_context("spawn").Pool(workers, torch.set_num_threads, (1,)) as pool:
+        parts = list(tqdm(pool.imap(draw_job, jobs), "scenes", len(jobs)))
     return tuple(np.concatenate(column) for column in zip(*parts, strict=True))

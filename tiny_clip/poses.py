@@ -5,134 +5,31 @@
     walk = rollout_states(rng, n_episodes=4)                  # [4, 100, 24] of random policies
     facts, names = describe(qpos), label(qpos)
 
-A pose is a few templates: joint angles in degrees as humanoid.xml names them, both sides at once,
-which every sample jitters, mirrors half of the time, puts on the floor and lets settle in MuJoCo
-with the joints held by springs. The angles were found by searching the joint ranges for where the
-hands, knees and feet have to be. The body has no wrists and no ankles and narrow hips, hence the
-legs of the side splits open to 126 degrees, the knees of the lotus stay 12 to 18 cm above the floor
-and crossed arms cross some way in front of the chest.
+A pose is a few templates (poses.toml): joint angles in degrees as humanoid.xml names them, which
+every sample jitters, mirrors half of the time, puts on the floor and lets settle in MuJoCo with the
+joints held by springs. The angles were found by searching the joint ranges for where the hands,
+knees and feet have to be. The body has no wrists and no ankles and narrow hips, hence the legs of
+the side splits open to 126 degrees, the knees of the lotus stay 12 to 18 cm above the floor and
+crossed arms cross some way in front of the chest.
 """
 
 import functools
 import os
+import tomllib
 
 import gymnasium
 import mujoco
 import numpy as np
 
 HUMANOID_XML = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets/humanoid.xml")
+with open(os.path.join(os.path.dirname(__file__), "poses.toml"), "rb") as file:
+    PROMPTS, ARMS, TEMPLATES = tomllib.load(file).values()
 TASKS = {
-    name: dict(pose=name, target_prompt=prompt, baseline_prompt="a humanoid robot")
-    for name, prompt in {
-        "kneeling": "a humanoid robot kneeling",
-        "lotus": "a humanoid robot seated down, meditating in the lotus position",
-        "standing": "a humanoid robot standing up",
-        "arms_raised": "a humanoid robot standing up, with both arms raised",
-        "splits": "a humanoid robot practicing gymnastics, doing the side splits",
-        "hands_on_hips": "a humanoid robot standing up with hands on hips",
-        "arms_crossed": "a humanoid robot standing up, with its arms crossed",
-        "one_leg": "a humanoid robot standing up on one leg",
-    }.items()
+    name: dict(target_prompt=prompt, baseline_prompt="a humanoid robot")
+    for name, prompt in PROMPTS.items()
 }
 POSE_NAMES = (*TASKS, "lying_back", "lying_front", "squatting", "sitting", "crawling", "falling",
               "contorted")  # fmt: skip
-
-# shoulder1, shoulder2, elbow of the right arm; the left arm is its mirror image. A second triple
-# is the left arm where the arms differ.
-ARMS = {
-    "bent": ((0, 0, 0),),  # as the environment's reset has them
-    "down": ((41, -38, -75),),
-    "down_bent": ((42, -51, -52),),
-    "lap": ((36, -21, -42),),
-    "knees": ((17, -29, -51),),
-    "on_knees": ((0, -41, -4),),  # where the knees of the lotus are
-    "on_lap": ((45, -23, 4),),
-    "prayer": ((50, -8, 14),),
-    "forward": ((5, 37, -84),),
-    "reach": ((-6, 30, -54),),
-    "side": ((-51, -35, -85),),
-    "back": ((57, -83, -60),),
-    "up": ((-85, 19, -90),),
-    "up_wide": ((-85, -4, -60),),
-    "up_front": ((-84, 35, -88),),
-    "hips": ((45, -73, -16),),
-    "hips_low": ((46, -69, -28),),
-    "crossed": ((55, 9, -12), (56, 11, -43)),
-    "crossed_tight": ((59, 16, -28), (58, 4, 9)),
-    "crossed_flat": ((57, 27, -52), (58, 4, 9)),
-    "crossed_low": ((58, 8, -6), (59, 6, -35)),
-}
-ANY_ARMS = ("bent", "down", "down_bent", "lap", "knees", "forward", "side")
-LOTUS_ARMS = ("on_knees", "on_knees", "on_lap", "prayer", "knees", "bent")
-STAND_ARMS = ("bent", "bent", "down", "down", "down_bent", "lap", "forward", "side")
-STAND = dict(hip_y=-3, knee=-6, balance=True, arms=STAND_ARMS)
-# hip_x, hip_z, hip_y, knee, abdomen_*: degrees, both sides unless right_/left_ is named; pitch
-# (forward) of the torso in degrees; balance: turn the body until its centre of mass is above the
-# feet; jitter: scale of the noise; weight: how often.
-TEMPLATES = {
-    "standing": [STAND, STAND | dict(hip_x=-8), STAND | dict(hip_y=-12, knee=-20)],
-    "arms_raised": [STAND | dict(hip_x=x, arms=("up", "up_wide", "up_front")) for x in (0, -10)],
-    "hands_on_hips": [STAND | dict(hip_x=x, arms=("hips", "hips_low")) for x in (0, -10)],
-    "arms_crossed": [
-        STAND | dict(hip_x=x, jitter=0.6,
-                     arms=("crossed", "crossed_tight", "crossed_flat", "crossed_low"))
-        for x in (0, -8)
-    ],
-    "one_leg": [
-        STAND | dict(left_hip_y=-85, left_knee=-95, arms=("bent", "down", "side", "lap")),
-        STAND | dict(left_hip_y=-60, left_knee=-100, arms=("bent", "down", "side")),
-        STAND | dict(left_hip_y=5, left_knee=-95, arms=("bent", "down", "side")),
-        STAND | dict(left_hip_y=-70, left_knee=-20, arms=("bent", "down", "side")),
-    ],
-    "kneeling": [
-        dict(hip_y=0, knee=-90, arms=ANY_ARMS, weight=2),  # tall: thighs upright
-        dict(hip_y=-25, knee=-115, arms=ANY_ARMS),
-        dict(hip_y=-70, knee=-158, hip_z=-8, arms=("bent", "down", "lap", "knees", "prayer")),
-        dict(hip_y=-60, knee=-150, hip_z=-15, arms=("bent", "down", "lap", "knees", "prayer")),
-    ],
-    "lotus": [  # with the hips on the floor the joints allow no lower knees
-        dict(hip_x=-22, hip_z=-60, hip_y=-30, knee=-160, abdomen_y=-75, pitch=8, jitter=0.4,
-             arms=LOTUS_ARMS, weight=2),
-        dict(hip_x=-2, hip_z=-60, hip_y=-37, knee=-158, abdomen_y=-75, pitch=8, jitter=0.4,
-             arms=LOTUS_ARMS),
-    ],
-    "splits": [
-        dict(hip_x=-25, hip_z=-60, hip_y=-71, knee=-2, jitter=0.5,
-             arms=("bent", "side", "up_wide", "lap", "forward", "up")),
-    ],
-    "lying_back": [
-        dict(pitch=-90, hip_y=-3, knee=-5, arms=(*ANY_ARMS, "up", "up_wide"), jitter=1.5),
-        dict(pitch=-90, hip_y=-8, knee=-10, hip_x=-18, arms=(*ANY_ARMS, "up"), jitter=1.5),
-        dict(pitch=-90, hip_y=-50, knee=-95, arms=ANY_ARMS, jitter=1.5),
-        dict(pitch=-90, left_hip_y=-45, left_knee=-90, arms=ANY_ARMS, jitter=1.5),
-    ],
-    "lying_front": [
-        dict(pitch=90, hip_y=-4, knee=-4, arms=("down", "back", "side", "up", "up_wide")),
-        dict(pitch=90, hip_x=-18, hip_y=-4, knee=-4, arms=("down", "side", "up", "up_wide")),
-        dict(pitch=90, hip_y=-4, left_knee=-60, arms=("down", "back", "side", "up_front")),
-    ],
-    "squatting": [
-        dict(hip_y=-105, knee=-120, balance=True, arms=("bent", "forward", "knees", "prayer")),
-        dict(hip_y=-100, knee=-130, hip_z=-30, balance=True, arms=("bent", "forward", "lap")),
-        dict(hip_y=-80, knee=-95, balance=True, arms=("bent", "forward", "reach")),
-    ],
-    "sitting": [
-        dict(hip_y=-88, knee=-4, arms=("bent", "lap", "knees", "back", "down", "forward")),
-        dict(hip_y=-75, knee=-5, hip_x=-15, pitch=-12, arms=("back", "down", "bent")),
-        dict(hip_y=-100, knee=-45, hip_x=-8, abdomen_y=-10, arms=("knees", "forward", "back")),
-    ],
-    "crawling": [
-        dict(pitch=75, hip_y=-80, knee=-102, arms=("forward",), jitter=0.8),
-        dict(pitch=72, hip_y=-92, knee=-116, arms=("forward",), jitter=0.8),
-        dict(pitch=75, hip_y=-68, left_hip_y=-92, knee=-92, left_knee=-116, arms=("forward",),
-             jitter=0.8),
-    ],
-    "falling": [
-        dict(hip_y=-5, knee=-10, arms=(*ANY_ARMS, "up"), jitter=2),
-        dict(hip_y=-20, knee=-35, arms=(*ANY_ARMS, "up"), jitter=2),
-        dict(hip_y=5, left_hip_y=-40, knee=-15, arms=(*ANY_ARMS, "up"), jitter=2),
-    ],
-}  # fmt: skip
 JOINTS = [f"abdomen_{axis}" for axis in "zyx"]  # and the legs, in the order of qpos[7:18]
 JOINTS += [f"{s}_{j}" for s in ("right", "left") for j in ("hip_x", "hip_z", "hip_y", "knee")]
 ARM_JITTER, BODY_JITTER = 7.0, 4.0  # standard deviations, degrees
@@ -172,13 +69,12 @@ def _mul(a, b):
     return out
 
 
-def _slerp(a, b, t):
-    """Unit quaternion t of the way from a to b, the short way round."""
-    b = b if a @ b >= 0 else -b
-    angle = np.arccos(np.clip(a @ b, -1, 1))
-    if angle < 1e-6:
-        return b
-    return (np.sin((1 - t) * angle) * a + np.sin(t * angle) * b) / np.sin(angle)
+def _at(qpos):
+    """The humanoid with its geometry at qpos [24]: (model, data)."""
+    model, data = _world()
+    data.qpos[:] = qpos
+    mujoco.mj_kinematics(model, data)
+    return model, data
 
 
 def _bottoms(model, data):
@@ -187,25 +83,17 @@ def _bottoms(model, data):
     return data.geom_xpos[1:, 2] - half * abs(data.geom_xmat[1:, 8]) - model.geom_size[1:, 0]
 
 
-def put_down(qpos, height=0.0):
-    """qpos [24] with its lowest geom at that height over the floor (m); changes it in place."""
-    model, data = _world()
-    data.qpos[:] = qpos
-    mujoco.mj_kinematics(model, data)
-    qpos[2] += height - _bottoms(model, data).min()
-    return qpos
-
-
-def _balance(qpos):
-    """Turn the whole body until its centre of mass is above the foot or feet it stands on."""
-    model, data = _world()
-    data.qpos[:] = qpos
-    mujoco.mj_kinematics(model, data)
+def _lean(model, data):
+    """The way [3] from the middle of the foot or feet it stands on to the centre of mass, in m."""
     mass = model.body_mass / model.body_mass.sum()
     feet = data.geom_xpos[[model.geom("right_foot").id, model.geom("left_foot").id]]
-    lean = mass @ data.xipos - feet[feet[:, 2] < feet[:, 2].min() + 0.1].mean(0)
-    angle = np.arctan2(np.hypot(lean[0], lean[1]), lean[2])
-    qpos[3:7] = _mul(_quat(np.cross(lean, [0, 0, 1]), angle), qpos[3:7])
+    return mass @ data.xipos - feet[feet[:, 2] < feet[:, 2].min() + 0.1].mean(0)
+
+
+def put_down(qpos, height=0.0):
+    """qpos [24] with its lowest geom at that height over the floor (m); changes it in place."""
+    qpos[2] += height - _bottoms(*_at(qpos)).min()
+    return qpos
 
 
 def _draw(name, rng):
@@ -229,8 +117,10 @@ def _draw(name, rng):
     pitch, roll = np.radians(template.get("pitch", 0)) + tilt[0], tilt[1]
     qpos[7:] = np.clip(angles, ranges[:, 0], ranges[:, 1])
     qpos[3:7] = _mul(_quat([1, 0, 0], roll), _quat([0, 1, 0], pitch))
-    if template.get("balance"):
-        _balance(qpos)
+    if template.get("balance"):  # turned until the centre of mass is above what it stands on
+        lean = _lean(*_at(qpos))
+        angle = np.arctan2(np.hypot(lean[0], lean[1]), lean[2])
+        qpos[3:7] = _mul(_quat(np.cross(lean, [0, 0, 1]), angle), qpos[3:7])
         qpos[3:7] = _mul(_quat(rng.normal(size=3) * [1, 1, 0], np.radians(1.5)), qpos[3:7])
     if name == "falling":
         way, tilt = rng.uniform(0, 2 * np.pi), rng.uniform(np.radians(25), np.radians(60))
@@ -251,6 +141,8 @@ def _mirror(qpos):
 
 def _settled(name, rng, tries=200):
     """One sample facing +x that passed its check: qpos [24]."""
+    if name not in POSE_NAMES:
+        raise ValueError(f"unknown pose {name!r}; one of: {', '.join(POSE_NAMES)}")
     model, data = _statue()
     for _ in range(tries):
         start = _draw(name, rng)
@@ -289,11 +181,6 @@ def turn_to(qpos, yaw):
     return qpos
 
 
-def _known(name):
-    if name not in POSE_NAMES:
-        raise ValueError(f"unknown pose {name!r}; one of: {', '.join(POSE_NAMES)}")
-
-
 def sample(name, rng, n=1):
     """n states of a pose: jittered template, random heading, settled on the floor.
 
@@ -301,27 +188,34 @@ def sample(name, rng, n=1):
     quaternion, radians); the lowest geom touches the floor ("falling": at most 5 cm above).
     Raises ValueError for an unknown name.
     """
-    _known(name)
-    out = [_face(_settled(name, rng), rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2))
-           for _ in range(n)]  # fmt: skip
-    return np.array(out).reshape(n, 24)
+    states = np.empty((n, 24))
+    for i in range(n):
+        settled = _settled(name, rng)
+        states[i] = _face(settled, rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2))
+    return states
+
+
+def path(start, goal, t):
+    """The way from one state [24] to another: qpos [K, 24] for t [K] in [0, 1].
+
+    Joint angles linear, torso orientation by slerp, the lowest geom on the floor; not settled.
+    """
+    turn = np.empty(3)  # the short way round
+    mujoco.mju_subQuat(turn, goal[3:7], start[3:7])
+    states = np.empty((len(t), 24))
+    for qpos, s in zip(states, t):
+        qpos[:] = (1 - s) * start + s * goal
+        qpos[3:7] = start[3:7]
+        mujoco.mju_quatIntegrate(qpos[3:7], turn, s)
+        put_down(qpos)
+    return states
 
 
 def blend(goal_name, rng, t):
-    """The way from one standing sample (t=0) into one sample of the goal pose (t=1).
-
-    t: [K] in [0, 1]. Joint angles linear, torso orientation by slerp, the lowest geom on the
-    floor, one heading; not settled. Returns qpos [K, 24] float64.
-    """
-    _known(goal_name)
+    """`path` from a standing sample (t=0) into one of the goal pose (t=1), in one heading."""
     start, goal = _settled("standing", rng), _settled(goal_name, rng)
     yaw, shift = rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2)
-    path = []
-    for s in np.asarray(t, np.float64):
-        qpos = (1 - s) * start + s * goal
-        qpos[3:7] = _slerp(start[3:7], goal[3:7], s)
-        path.append(put_down(_face(qpos, yaw, shift)))
-    return np.array(path).reshape(-1, 24)
+    return path(_face(start, yaw, shift), _face(goal, yaw, shift), t)
 
 
 def rollout_states(rng, n_episodes, length=100):
@@ -368,37 +262,33 @@ def describe(qpos):
         hand_x, hand_y, hand_z: place relative to the torso in its own axes: forward, outward
             to that side (negative: past the middle), up.
     """
-    model, data = _world()
-    ids = {model.geom(i).name: i for i in range(1, model.ngeom)}
-    mass = model.body_mass / model.body_mass.sum()
-    rest = [i - 1 for name, i in ids.items() if "foot" not in name and "shin" not in name]
     rows = []
-    for q in np.asarray(qpos, np.float64).reshape(-1, 24):
-        data.qpos[:] = q
-        mujoco.mj_kinematics(model, data)
-        low, at, torso = _bottoms(model, data), data.geom_xpos, data.xmat[1].reshape(3, 3)
-        pelvis = at[ids["butt"]]
-        fwd = np.array([torso[0, 0], torso[1, 0]]) / max(np.hypot(torso[0, 0], torso[1, 0]), 1e-9)
-        row = dict(torso=at[ids["torso1"], 2], head=at[ids["head"], 2], pelvis=pelvis[2],
-                   up=torso[2, 2], front=torso[2, 0], rest=low[rest].min())  # fmt: skip
-        feet = at[[ids["right_foot"], ids["left_foot"]]]
-        support = feet[feet[:, 2] < feet[:, 2].min() + 0.1].mean(0)
-        row["off"] = np.hypot(*(mass @ data.xipos - support)[:2])
-        for side, sign in (("right", -1), ("left", 1)):
-            knee = data.xpos[model.body(f"{side}_shin").id]
-            foot, hand = at[ids[f"{side}_foot"]], at[ids[f"{side}_hand"]]
-            row[f"{side}_knee"] = knee[2] - model.geom_size[ids[f"{side}_shin1"], 0]
-            row[f"{side}_foot"] = low[ids[f"{side}_foot"] - 1]
-            row[f"{side}_hand"] = low[ids[f"{side}_hand"] - 1]
-            for part, point in (("knee", knee), ("foot", foot)):
-                way = (point - pelvis)[:2]
-                row[f"{side}_{part}_fwd"] = fwd @ way
-                row[f"{side}_{part}_out"] = sign * (fwd[0] * way[1] - fwd[1] * way[0])
-            place = torso.T @ (hand - data.xpos[1])
-            row[f"{side}_hand_x"], row[f"{side}_hand_y"] = place[0], sign * place[1]
-            row[f"{side}_hand_z"] = place[2]
-        rows.append(row)
-    return {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
+    for q in qpos:
+        model, data = _at(q)
+        low, lean = _bottoms(model, data), _lean(model, data)
+        rows.append([data.geom_xpos.copy(), low, data.xpos.copy(), data.xmat[1].copy(), lean])
+    at, low, bodies, torso, lean = (np.array(column) for column in zip(*rows, strict=True))
+    ids = {model.geom(i).name: i for i in range(model.ngeom)}
+    rest = [i - 1 for name, i in ids.items() if i and "foot" not in name and "shin" not in name]
+    torso = torso.reshape(-1, 3, 3)
+    pelvis = at[:, ids["butt"]]
+    fwd = torso[:, :2, 0] / np.maximum(np.hypot(*torso[:, :2, 0].T), 1e-9)[:, None]
+    facts = dict(torso=at[:, ids["torso1"], 2], head=at[:, ids["head"], 2], pelvis=pelvis[:, 2],
+                 up=torso[:, 2, 2], front=torso[:, 2, 0], rest=low[:, rest].min(1),
+                 off=np.hypot(*lean[:, :2].T))  # fmt: skip
+    for side, sign in (("right", -1), ("left", 1)):
+        foot, hand = ids[f"{side}_foot"], ids[f"{side}_hand"]
+        knee = bodies[:, model.body(f"{side}_shin").id]
+        facts[f"{side}_knee"] = knee[:, 2] - model.geom_size[ids[f"{side}_shin1"], 0]
+        facts[f"{side}_foot"], facts[f"{side}_hand"] = low[:, foot - 1], low[:, hand - 1]
+        for part, point in (("knee", knee), ("foot", at[:, foot])):
+            x, y = (point - pelvis)[:, :2].T
+            facts[f"{side}_{part}_fwd"] = fwd[:, 0] * x + fwd[:, 1] * y
+            facts[f"{side}_{part}_out"] = sign * (fwd[:, 0] * y - fwd[:, 1] * x)
+        place = np.einsum("bij,bi->jb", torso, at[:, hand] - bodies[:, 1])
+        facts[f"{side}_hand_x"], facts[f"{side}_hand_y"] = place[0], sign * place[1]
+        facts[f"{side}_hand_z"] = place[2]
+    return facts
 
 
 def _both(facts, part, low=-np.inf, high=np.inf):
@@ -473,8 +363,6 @@ def label(qpos):
     "lying_front" or "falling" where the geometry leaves no doubt, "other" where it does.
     """
     f = describe(qpos)
-    if not f:
-        return np.zeros(0, "<U11")
     names = np.full(len(f["up"]), "other", "<U11")
     for name in ("standing", "kneeling", "lying_back", "lying_front", "falling"):
         names[CHECKS[name](f)] = name
