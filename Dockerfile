@@ -1,5 +1,5 @@
 # docker build -t clip-reward .
-# docker run --gpus all --shm-size=8g -v $PWD/runs:/app/runs clip-reward \
+# docker run --gpus all -v $PWD/runs:/app/runs clip-reward \
 #     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
 FROM python:3.11-slim
 RUN apt-get update && apt-get install -y --no-install-recommends \

@@ -1,9 +1,13 @@
-# make train: set everything up, then train the humanoid to kneel with the embedded CLIP
+# make train: set everything up, train the humanoid to kneel with the embedded CLIP, judge the result
 # make test:  set everything up, then run all tests
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 GL_PACKAGES := libegl1 libgl1-mesa-dri libgles2
+DRAW := import egl_render; egl_render.setup_gl(); egl_render.gl_renderer()
+# as root, or as somebody who may; elsewhere it fails
+APT := $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive apt-get -qq
+INSTALL := $(APT) update && $(APT) install -y --no-install-recommends >/dev/null
 
 .PHONY: help setup gl browser train test lint tensorboard tiny_clip clean
 
@@ -22,14 +26,10 @@ $(VENV)/.installed: requirements.txt
 
 # The system's EGL: installed when it is missing and that is possible, else the command is printed.
 gl: $(VENV)/.installed
-	@$(PY) -c 'import egl_render; egl_render.choose_gl()' 2>/dev/null || { \
-		echo "no OpenGL library found; installing $(GL_PACKAGES)"; \
-		if ! command -v apt-get >/dev/null; then SUDO=false; \
-		elif [ "$$(id -u)" = 0 ]; then SUDO=""; \
-		else SUDO="sudo -n"; fi; \
-		$$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive \
-			apt-get install -y -qq $(GL_PACKAGES) >/dev/null; \
-		$(PY) -c 'import egl_render; egl_render.choose_gl()' 2>/dev/null || { \
+	@$(PY) -c '$(DRAW)' 2>/dev/null || { \
+		echo "no OpenGL to draw with; installing $(GL_PACKAGES)"; \
+		$(INSTALL) $(GL_PACKAGES); \
+		$(PY) -c '$(DRAW)' 2>/dev/null || { \
 			echo "that was not possible here; as root: apt-get update && apt-get install -y $(GL_PACKAGES)"; \
 			exit 1; }; }
 
@@ -37,23 +37,22 @@ gl: $(VENV)/.installed
 browser:
 	@command -v chromedriver >/dev/null || { \
 		echo "no chromedriver found; installing Chromium to test the labelling page"; \
-		if ! command -v apt-get >/dev/null; then SUDO=false; \
-		elif [ "$$(id -u)" = 0 ]; then SUDO=""; \
-		else SUDO="sudo -n"; fi; \
-		$$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive \
-			apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null \
-			|| echo "that was not possible here: two tests will fail and say what to install"; }
+		$(INSTALL) chromium chromium-driver \
+			|| echo "that was not possible here: its tests will fail and say what to install"; }
 
-# Under ten minutes on two cores once everything is installed. The paper's method but for: 24 times
+# About ten minutes on two cores once everything is installed. The paper's method but for: 24 times
 # its updates per step, layer norm in the critics to bear them, observations normalised, and a camera
-# that stands 35 degrees beside the paper's, which sees whether the knees touch the floor. With a GPU
-# and the real CLIP see the README.
+# that stands 35 degrees beside the paper's, which sees whether the knees touch the floor. Every call
+# has a folder of its own, so that the run that is judged is the one that was trained. With a GPU and
+# the real CLIP see the README.
 train: setup
+	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); \
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
 		--clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 145 --num-envs 8 \
 		--total-timesteps 48000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \
 		--entropy-coef 0.05 --normalize-observations --layer-norm \
-		--video-freq 16000 --checkpoint-freq 16000
+		--video-freq 16000 --checkpoint-freq 16000 --runs-dir $$runs; \
+	$(PY) eval_epic.py success --run $$runs/*
 
 test: setup browser
 	$(PY) -m pytest
