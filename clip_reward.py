@@ -120,7 +120,7 @@ def check_prompts(targets, baselines, alpha):
     if alpha > 0 and not (baselines and all(map(str.strip, baselines))):
         raise UsageError(f"--reward-alpha {alpha} needs a --baseline-prompt")
     if alpha > 0 and sorted(targets) == sorted(baselines):
-        raise UsageError(f"--baseline-prompt {baselines} is the same as the target prompt")
+        raise UsageError(f"--baseline-prompt {baselines} is the target, too: the same")
 
 
 # ------------------------------------------------------------------------------ loading CLIP
@@ -608,6 +608,7 @@ def _serve(connection, device, make_renderer, make_reward):
     except (EOFError, OSError):  # the parent is gone, however it died
         os._exit(1)
     scorer.close()
+    os._exit(0)  # PyTorch would take a second to take itself apart
 
 
 class _Process:

@@ -121,8 +121,9 @@ def test_mountain_car_s_goal_is_absorbing():
 
 
 def test_greedy_actions_are_those_of_the_highest_value():
+    torch.manual_seed(0)
     q_network = dqn.QNetwork(4, gym.spaces.Discrete(3), dqn.Args(hidden_size=16))
-    x = observations = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    x = observations = np.random.default_rng(0).normal(0, 5, (50, 4)).astype(np.float32)
     weights = [tensor.numpy() for tensor in q_network.state_dict().values()]
     for i in (0, 2):
         x = np.maximum(x @ weights[i].T + weights[i + 1], 0)
