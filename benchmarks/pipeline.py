@@ -1,4 +1,4 @@
-"""Where the time of a training run goes, and how fast CLIP and the drawing are, each alone.
+r"""Where the time of a training run goes, and how fast CLIP and the drawing are, each alone.
 
 Runs the training script as a user would, for a few rollouts, and reads its event file:
 
