@@ -503,15 +503,18 @@ class Scorer:
         self.device, self.make_renderer = torch.device(device), make_renderer
         self.cuda = self.device.type == "cuda"
         egl_render.setup_gl(device)  # before anything imports mujoco
-        self.drawing, self.scoring = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
+        self.drawing = concurrent.futures.ThreadPoolExecutor(1)
+        # on a GPU both at once; a worker on the CPU has one core, and two threads cost it 5 %
+        self.scoring = concurrent.futures.ThreadPoolExecutor(1) if self.cuda else self.drawing
         self.renderers = {}  # by size; made and used by the thread that draws
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
-        self.loading = self.scoring.submit(self._load, make_reward)
+        renderer = self.drawing.submit(self._renderer) if make_renderer else None
+        self.loading = self.scoring.submit(self._load, renderer, make_reward)
 
-    def _load(self, make_reward):
+    def _load(self, renderer, make_reward):
         # one after the other: two threads that import much at once may wait for each other
-        if self.make_renderer:
-            self.drawing.submit(self._renderer).result()
+        if renderer:
+            renderer.result()
         self.reward = make_reward(self.device) if make_reward else None
 
     def wait_ready(self):
@@ -693,8 +696,12 @@ class RewardPool:
         # Workers ignore SIGTERM: multiprocessing's own way to end them at exit would wait for ever
         atexit.register(self.close)
         self._ready = [concurrent.futures.Future() for _ in self._workers]
-        for worker, ready in zip(self._workers, self._ready):
-            threading.Thread(target=self._feed, args=(worker, ready), daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._feed, args=pair, daemon=True)
+            for pair in zip(self._workers, self._ready)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _feed(self, worker, ready):
         """The life of a worker's thread: keep two chunks with it until there are no more."""
@@ -801,6 +808,8 @@ class RewardPool:
             self._queue.put(None)
         for worker in self._workers:
             worker.close()
+        for thread in self._threads:  # one that still ran might crash an interpreter that ends
+            thread.join(5)
 
     def __enter__(self):
         return self
