@@ -120,6 +120,7 @@ def check_args(args: Args) -> None:
 MOUNTAIN_CAR = "MountainCarContinuous-v0"  # a goal that absorbs, and steps of microseconds
 
 
+@functools.cache  # it makes an environment
 def check_env(env_id: str) -> Literal["states", "frames"]:
     """What a task is drawn from: its states (MuJoCo, MountainCar), or else by its `render()`.
 
@@ -191,14 +192,17 @@ class SceneInInfo(gym.Wrapper):
 
 def make_env(args: Args):
     """A function that makes one environment."""
+    drawn = args.reward.reward == "clip" or args.video_freq
+    frames = drawn and check_env(args.env_id) == "frames"
 
     def thunk():
+        egl_render.quiet_mujoco()
         if multiprocessing.parent_process() is not None:
             for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, as by Ctrl-C:
                 signal.signal(number, signal.SIG_IGN)  # how to end is for the parent to decide
             gym.logger.min_level = gym.logger.ERROR  # the parent has printed the same warnings
         kwargs = {"max_episode_steps": -1}  # no time limit
-        if check_env(args.env_id) == "frames" and (args.reward.reward == "clip" or args.video_freq):
+        if frames:
             kwargs["render_mode"] = "rgb_array"
         try:  # with True, v4 tasks pay for health whatever the robot does
             env = gym.make(args.env_id, terminate_when_unhealthy=False, **kwargs)
