@@ -87,27 +87,23 @@ class RewardArgs:
     """start even if this machine would need days for the model"""
 
     def devices(self) -> list[str]:
-        """The devices named, or the default."""
+        """The devices named, or the default. Raises UsageError for one that does not exist."""
         cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        for name in self.reward_devices:
+            if name not in ["cpu", *cuda]:
+                here = " ".join(["cpu", *cuda])
+                raise UsageError(f"--reward-devices {name} does not exist; here: {here}")
         return list(self.reward_devices) or cuda or ["cpu"] * min(4, os.cpu_count() or 1)
 
     def check(self, frames: int) -> None:
-        """Find what cannot work before anything slow starts; downloads the model if need be.
-
-        Args:
-            frames: how many pictures will be scored.
-        Raises:
-            UsageError: one line: what is wrong, with the value, and what to type instead.
-        """
-        here = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        for name in self.reward_devices:
-            if name not in here:
-                raise UsageError(f"--reward-devices {name} does not exist; here: {' '.join(here)}")
+        """Raise UsageError for what cannot work, before anything slow starts; downloads the model
+        if need be. `frames` is how many pictures will be scored."""
+        devices = self.devices()
         if self.clip_batch_size < 1:
             raise UsageError(f"--clip-batch-size {self.clip_batch_size} is not positive")
         if self.reward == "clip":
             check_prompts(self.target_prompt, self.baseline_prompt, self.reward_alpha)
-            check_cost(self.clip_model, self.devices(), frames, self.allow_slow)
+            check_cost(self.clip_model, devices, frames, self.allow_slow)
             check_model(self.clip_model, self.clip_cache_dir)
 
 
@@ -184,20 +180,9 @@ class Preprocess(nn.Module):
         return images.float() * self.scale + self.shift
 
 
-def _nearest(word, words):
-    lower = {w.lower(): w for w in words}
-    close = difflib.get_close_matches(word.lower(), lower, n=4, cutoff=0.4)
-    return ", ".join(lower[w] for w in close) or ", ".join(list(words)[:4])
-
-
 def _resolve(name):
-    """Split a model name.
-
-    Returns:
-        (open_clip's model_name, tag or None, random: bool)
-    Raises:
-        UsageError: unknown schema, architecture or tag, with the nearest names.
-    """
+    """A model's name -> (open_clip's model_name, tag or None, random: bool). Raises UsageError for
+    what is not known, with the nearest names."""
     if name.startswith("local-dir:"):
         folder = Path(name.partition(":")[2]).expanduser()
         beside_us = Path(__file__).resolve().parent / folder
@@ -213,24 +198,17 @@ def _resolve(name):
     import open_clip  # which takes seconds: not for a folder
 
     arch, _, tag = name.partition("/")
-    if not tag:
-        raise UsageError(
-            f"--clip-model {name}: write ARCH/TAG, as in ViT-B-32/laion2b_s34b_b79k, or "
-            f"local-dir:FOLDER, or hf-hub:ORG/NAME"
-        )
-    if arch not in open_clip.list_models():
-        nearest = _nearest(arch, open_clip.list_models())
-        raise UsageError(
-            f"--clip-model {name}: open_clip knows no architecture {arch!r}; nearest: {nearest}"
-        )
-    tags = open_clip.list_pretrained_tags_by_model(arch)
-    random, tag = tag == "random" or tag.startswith("random:"), tag.removeprefix("random:")
-    if random and tag == "random":
-        tag = tags[0] if tags else None
-    elif tag not in tags:
-        nearest = _nearest(tag, tags)
-        raise UsageError(f"--clip-model {name}: {arch} has no weights {tag!r}; nearest: {nearest}")
-    return arch, tag, random
+    random, _, of = tag.partition(":")
+    pairs = [pair.replace(":", "/", 1) for pair in open_clip.list_pretrained(as_str=True)]
+    asked, known = (arch, open_clip.list_models()) if random == "random" else (name, pairs)
+    if asked not in known:
+        near = ", ".join(difflib.get_close_matches(asked, known, n=4, cutoff=0.1))
+        forms = "an ARCH/TAG of open_clip, local-dir:FOLDER or hf-hub:ORG/NAME"
+        raise UsageError(f"--clip-model {name}: not {forms}; nearest: {near}")
+    if random == "random":
+        of = of or next(iter(open_clip.list_pretrained_tags_by_model(arch)), None)
+        return arch, of, True
+    return arch, tag, False
 
 
 def _go_offline_if_alone():
@@ -249,12 +227,9 @@ def _go_offline_if_alone():
 
 
 def check_model(name, cache_dir=None):
-    """Make sure, before anything slow starts, that `load_clip(name)` will work: the name is known,
-    weights and tokenizer are there or get downloaded now, once for all workers.
-
-    Raises:
-        UsageError: unknown name (with the nearest), or nothing to be had (with the offline way).
-    """
+    """Make sure that `load_clip(name)` will work: weights and tokenizer are there or get downloaded
+    now, once for all workers. Raises UsageError for an unknown name (with the nearest), or if there
+    is nothing to be had (with the offline way)."""
     arch, tag, random = _resolve(name)
     if random or arch.startswith("local-dir:"):
         return
@@ -263,12 +238,9 @@ def check_model(name, cache_dir=None):
     try:
         _go_offline_if_alone()
         open_clip.get_tokenizer(arch, cache_dir=cache_dir)  # small, so first
-        if tag:
-            config = open_clip.get_pretrained_cfg(arch, tag)
-            open_clip.download_pretrained(config, cache_dir=cache_dir)
-        else:
-            repository = arch.removeprefix("hf-hub:")
-            open_clip.pretrained.download_pretrained_from_hf(repository, cache_dir=cache_dir)
+        hub = {"hf_hub": arch.removeprefix("hf-hub:") + "/"}
+        config = open_clip.get_pretrained_cfg(arch, tag) if tag else hub
+        open_clip.download_pretrained(config, cache_dir=cache_dir)
     except ImportError as error:
         raise UsageError(f"{name} needs another package: pip install {error.name}") from error
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
@@ -278,41 +250,41 @@ def check_model(name, cache_dir=None):
         raise UsageError(f"cannot get the weights of {name}: {cause}; {OFFLINE_HELP}") from error
 
 
-def image_flops(name):
-    """Floating-point operations to embed one picture, counted on a model without storage."""
+def model_without_weights(name):
+    """open_clip's model of that name on the device "meta", to be counted and not to be used."""
     import open_clip
-    from torch.utils.flop_counter import FlopCounterMode
 
     options = {"load_weights": False, "pretrained_text": False, "device": "meta"}
     logging.disable()  # open_clip warns of random weights; these are none at all
-    with torch.device("meta"), torch.no_grad():
+    with torch.device("meta"):
         model = open_clip.create_model(_resolve(name)[0], **options).eval()
-        logging.disable(logging.NOTSET)
-        size = model.visual.image_size
-        size = (size, size) if isinstance(size, int) else size
-        with FlopCounterMode(display=False) as counter:
-            model.encode_image(torch.empty(1, 3, *size))
+    logging.disable(logging.NOTSET)
+    return model
+
+
+@torch.no_grad()
+def image_flops(name):
+    """Floating-point operations to embed one picture."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = model_without_weights(name)
+    size = model.visual.image_size
+    size = (size, size) if isinstance(size, int) else size
+    with FlopCounterMode(display=False) as counter:
+        model.encode_image(torch.empty(1, 3, *size, device="meta"))
     return counter.get_total_flops()
 
 
-SMALL_WEIGHTS = 20 * 2**20  # bytes: tiny_clip has 12 MB, and RN50, the smallest of CLIP's, 244
-
-
 def check_cost(name, devices, frames, allow_slow=False):
-    """Refuse to start in silence what would take a CPU over a day; nothing is downloaded by then.
-
-    Args:
-        devices: the reward devices; where all are CUDA's there is nothing to refuse.
-        frames: how many pictures will be scored.
-        allow_slow: go on with a warning instead.
-    Raises:
-        UsageError: what it would take, by the model's operations and this CPU's measured speed.
-    """
+    """Raise UsageError, or with `allow_slow` warn, of what would take a CPU over a day to score so
+    many frames, by the model's operations and this CPU's measured speed. Nothing is downloaded."""
     on_cpu = sum(device == "cpu" for device in devices)
-    folder = Path(_resolve(name)[0].removeprefix("local-dir:"))
-    small = sum(x.stat().st_size for x in folder.glob("open_clip*")) < SMALL_WEIGHTS
-    if not on_cpu or (name.startswith("local-dir:") and small):
+    if not on_cpu:
         return
+    if name.startswith("local-dir:"):  # tiny_clip has 12 MB, and RN50, the smallest of CLIP's, 244
+        files = Path(_resolve(name)[0].removeprefix("local-dir:")).glob("open_clip*")
+        if sum(file.stat().st_size for file in files) < 20e6:
+            return
     try:
         flops = image_flops(name)
     except Exception as error:  # an architecture that cannot be counted so, or not without network
@@ -525,12 +497,8 @@ class Scorer:
         return f"{line}, pictures by {drawn_by}" if drawn_by else line
 
     def submit(self, kind, batch, size=None):
-        """Start one chunk: "states" [B, S] or "frames" [B, H, W, 3] to be scored, or "render".
-
-        Returns:
-            Future of (rewards [B] float32, seconds drawing, seconds scoring); of frames [B, H, W,
-            3] uint8 for "render", where size is an argument for make_renderer.
-        """
+        """Start one chunk: "states" [B, S] or "frames" [B, H, W, 3] -> Future of (rewards [B]
+        float32, seconds drawing, seconds scoring); "render", states -> Future of frames."""
         if kind == "render":
             return self.drawing.submit(lambda: self._renderer(size).render(batch))
         drawn = self.drawing.submit(self._draw, kind, batch)
@@ -662,10 +630,9 @@ class RewardPool:
     """Workers, one process each, that draw and score states in chunks of `batch_size`.
 
     The chunks stand in one queue; in this process a thread per worker takes them from there and
-    keeps two with its worker, one being drawn and one being scored. Whoever is done takes the next,
-    so no device waits for another; and since chunks depend on nothing but the order of `put`, no
-    reward depends on who computed it. Pictures never leave a worker. Workers start in the
-    background; they end with `close()`, with the parent, or with the parent's death.
+    keeps two with its worker, one being drawn and one being scored. Whoever is done takes the next.
+    Chunks depend on nothing but the order of `put`, so no reward depends on who computed it.
+    Workers start in the background; they end with `close()`, or however the parent ends.
 
     Args:
         make_renderer: picklable, called without arguments in every worker once it is bound to its
@@ -678,14 +645,12 @@ class RewardPool:
         batch_size: states per chunk.
     Attributes:
         timings: {"render_s", "clip_s"} of what was taken last: seconds, a worker's on average.
-        description: one line per worker once `wait_ready()` has returned.
+        description: one line per worker, once `wait_ready()` has returned.
     """
 
     def __init__(self, make_renderer, make_reward, devices=("cpu",), batch_size=64):
-        if batch_size < 1:
-            raise UsageError(f"--clip-batch-size {batch_size} is not positive")
         self.batch_size, self.scores = batch_size, make_reward is not None
-        self.timings, self.description = {"render_s": 0.0, "clip_s": 0.0}, []
+        self.timings, self.description = {}, []
         self._queue, self._futures, self._closed = queue.SimpleQueue(), [], False
         self._rows, self._kind = [], None  # what is put and makes no full chunk yet
         setup = (make_renderer, make_reward)
@@ -746,13 +711,12 @@ class RewardPool:
             raise ValueError(f"frames must be [B, H, W, 3] uint8, not {batch.shape} {batch.dtype}")
         self._kind = kind
         self._rows.extend(batch)
-        while len(self._rows) >= self.batch_size:
-            self._send_chunk()
+        self._send(self.batch_size)
 
-    def _send_chunk(self):
-        chunk = np.stack(self._rows[: self.batch_size])
-        del self._rows[: self.batch_size]
-        self._futures.append(self._submit(self._kind, chunk))
+    def _send(self, least):
+        while len(self._rows) >= least:
+            chunk, self._rows = self._rows[: self.batch_size], self._rows[self.batch_size :]
+            self._futures.append(self._submit(self._kind, np.stack(chunk)))
 
     def _submit(self, *chunk):
         if self._closed:
@@ -763,6 +727,8 @@ class RewardPool:
 
     def _results(self, futures):
         try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()  # the first error, however long others still take
             return [future.result() for future in futures]
         except BaseException:
             self.close()
@@ -774,13 +740,12 @@ class RewardPool:
         Raises:
             RewardWorkerError: a worker raised or died; the pool is closed then.
         """
-        if self._rows:
-            self._send_chunk()
+        self._send(1)
         futures, self._futures = self._futures, []
-        results = self._results(futures)
-        rewards, render_s, clip_s = zip(*results) if results else ([np.empty(0, np.float32)],) * 3
-        for name, seconds in (("render_s", render_s), ("clip_s", clip_s)):
-            self.timings[name] = float(np.sum(seconds)) / len(self._workers)
+        results = self._results(futures) or [(np.empty(0, np.float32), 0, 0)]
+        rewards, render_s, clip_s = zip(*results)
+        workers = len(self._workers)
+        self.timings = {"render_s": sum(render_s) / workers, "clip_s": sum(clip_s) / workers}
         return np.concatenate(rewards)
 
     def score(self, states=None, frames=None):
@@ -858,17 +823,14 @@ class RunArgs:
         """Raise UsageError for what no run can have: numbers out of bounds, `positive` and `shares`
         (0 to 1) naming the script's own, too small a buffer, a --runs-dir without access."""
         positive += " total_timesteps num_envs episode_length batch_size hidden_size gradient_steps"
-        rules = {
-            "is not positive": (positive, lambda x: 0 < x < math.inf),
-            "is negative": (
-                "seed learning_starts checkpoint_freq video_freq",
-                lambda x: 0 <= x < math.inf,
-            ),
-            "is outside [0, 1]": (shares, lambda x: 0 <= x <= 1),
-            "is outside [0, 1)": ("gamma", lambda x: 0 <= x < 1),
-            "is outside (0, 1]": ("tau", lambda x: 0 < x <= 1),
-        }
-        for problem, (names, holds) in rules.items():
+        counts = "seed learning_starts checkpoint_freq video_freq"
+        for names, problem, holds in (
+            (positive, "is not positive", lambda x: 0 < x < math.inf),
+            (counts, "is negative", lambda x: 0 <= x < math.inf),
+            (shares, "is outside [0, 1]", lambda x: 0 <= x <= 1),
+            ("gamma", "is outside [0, 1)", lambda x: 0 <= x < 1),
+            ("tau", "is outside (0, 1]", lambda x: 0 < x <= 1),
+        ):
             for name in names.split():
                 if not holds(value := getattr(self, name)):
                     raise UsageError(f"--{name.replace('_', '-')} {value} {problem}")
@@ -909,11 +871,8 @@ def from_flags(kind, values):
 
 
 def load_args(run_dir, Args):
-    """The Args that a run was started with, from its args.json.
-
-    Raises:
-        UsageError: no run's folder, a damaged args.json, or another script's.
-    """
+    """The Args that a run was started with, from its args.json. Raises UsageError for no run's
+    folder, a damaged args.json, or another script's."""
     path = Path(run_dir) / "args.json"
     try:
         saved = json.loads(path.read_text()).items()
@@ -1016,12 +975,14 @@ def restore(learner, checkpoint):
 
 
 def load_judge(args):
-    """The function states [B, S] -> [B] bool that --judge names, or None."""
+    """--judge as a function of states [T, N, S] -> success [N] bool, or None: an episode succeeds
+    if half of its steps do, as in the paper."""
     if args.judge is None:
         return None
     from evaluation import judges
 
-    return judges.load_judge(args.judge, args.env_id)
+    judge = judges.load_judge(args.judge, args.env_id)
+    return lambda states: np.mean([judge(row) for row in states], 0) >= judges.THRESHOLD
 
 
 class Run:
@@ -1078,8 +1039,8 @@ class Run:
         Args:
             rewards, env_rewards: [T, N], what is learned from and the environment's own.
             success: [N] bool, or None.
-            seconds: {name: s} the rollout's time went into; more: {tag: value}.
-            note: for the end of the line.
+            seconds: {name: s} the rollout's time went into.
+            more: {tag: value}; note: for the end of the line.
         """
         self.history.append(float(rewards.mean()))
         elapsed = time.perf_counter() - self.began
@@ -1112,6 +1073,12 @@ class Run:
         state |= counters | {"global_step": global_step, "history": self.history}
         save(self.folder / f"checkpoints/step_{global_step}.pt", state)
         save(self.folder / "checkpoints/latest.pt", state | {"replay": buffer.state_dict()})
+
+    def save_best(self, global_step, reward, **networks):
+        """checkpoints/best.pt: those networks whose rollout had the highest reward."""
+        state = {name: network.state_dict() for name, network in networks.items()}
+        state |= {"global_step": global_step, "reward": reward}
+        save(self.folder / "checkpoints/best.pt", state)
 
     def save_video(self, global_step, frames, fps):
         """frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, and small in TensorBoard."""

@@ -12,13 +12,10 @@ Offline on a laptop, with the small CLIP that comes with the project:
         --total-timesteps 40000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
         --target-network-frequency 1 --best-window 5
 
-MountainCar in the same way:
+MountainCar in the same way, and with the same flags:
 
     python dqn_clip_classic.py --env-id MountainCar-v0 \\
-        --target-prompt "a car at the peak of the mountain, next to the yellow flag" \\
-        --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --learning-starts 1000 \\
-        --total-timesteps 60000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
-        --target-network-frequency 1 --best-window 5
+        --target-prompt "a car at the peak of the mountain, next to the yellow flag"
 
 DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
 
@@ -188,11 +185,7 @@ def make_renderer(args: Args, size: int | None = None):
 
 
 def check_args(args: Args) -> None:
-    """Find mistakes before anything slow starts.
-
-    Raises:
-        UsageError: one line: what is wrong, with the value, and what to type instead.
-    """
+    """Raise UsageError, one line that says what to type instead, before anything slow starts."""
     if args.env_id not in TASKS:
         other = "for tasks with continuous actions use sac_clip_humanoid.py"
         raise UsageError(f"--env-id {args.env_id}: this script has {' and '.join(TASKS)}; {other}")
@@ -402,8 +395,8 @@ if __name__ == "__main__":
             if not valid[t].any():
                 break
         success = infos.get("success")
-        if judge:  # an episode succeeds if half of its steps do, as in the paper
-            success = judge(states.reshape(T * N, -1)).reshape(T, N).mean(0) >= 0.5
+        if judge:
+            success = judge(states)
 
         # 2. The rewards: that of (s, a, s') is that of the picture of s'
         t1 = time.perf_counter()
@@ -415,8 +408,7 @@ if __name__ == "__main__":
         scores = [*scores, float(rewards.mean())][-args.best_window :] if learned else []
         if len(scores) == args.best_window and np.mean(scores) >= best_reward:
             best_reward = float(np.mean(scores))
-            best = {"q_network": q_network.state_dict(), "global_step": global_step}
-            clip_reward.save(run.folder / "checkpoints/best.pt", best | {"reward": best_reward})
+            run.save_best(global_step, best_reward, q_network=q_network)
 
         # 3. Learn
         t2 = time.perf_counter()

@@ -42,12 +42,9 @@ _device = "cpu"  # the torch device that setup_gl bound this process to
 
 
 def setup_gl(device="cpu"):
-    """Have MuJoCo draw on a torch device, "cpu" or "cuda:i", before mujoco is imported: sets
-    environment variables, but leaves MUJOCO_GL as it is.
-
-    MuJoCo orders EGL's devices as CUDA does, CUDA_VISIBLE_DEVICES included. What will really draw
-    is known once there is a context, see `gl_renderer`.
-    """
+    """Have MuJoCo draw on a torch device, "cpu" or "cuda:i", before mujoco is imported, by
+    environment variables. A MUJOCO_GL that is set stays. MuJoCo orders EGL's devices as CUDA does,
+    CUDA_VISIBLE_DEVICES included."""
     global _device
     _device = str(device)
     # Mesa and triton (which torchvision pulls in) each bring an LLVM. Loading triton's second ends
@@ -68,10 +65,8 @@ def setup_gl(device="cpu"):
 @functools.cache
 def gl_renderer():
     """What draws in this process, as OpenGL names it, e.g. "llvmpipe (LLVM 15.0.6, 256 bits)".
-
-    Warns on stderr when this process is bound to a CUDA device and yet draws in software. Raises
-    UsageError, with the command that installs it, where there is no OpenGL.
-    """
+    Warns of drawing in software when bound to a CUDA device. Raises UsageError, with the command
+    that installs it, where there is no OpenGL."""
     try:
         import mujoco
         from OpenGL.GL import GL_RENDERER, glGetString
@@ -168,9 +163,8 @@ CAMERA_VALUES = ("distance", "azimuth", "elevation", "lookat")
 
 
 def env_camera(env):
-    """The `Camera` that a Gymnasium MuJoCo environment's own `render()` uses. Unless the task says
-    otherwise it looks at the median of the geoms, of whatever state Gymnasium draws first, but here
-    always at qpos0, so that every worker sees from the same place."""
+    """The `Camera` of a Gymnasium MuJoCo environment's own `render()`. Where a task names none that
+    looks at the geoms' median in its first picture; here in qpos0, the same in every worker."""
     import mujoco
 
     env = env.unwrapped
@@ -187,12 +181,9 @@ def env_camera(env):
 
 
 def choose_camera(args, env):
-    """The `Camera` that `args`, a `RenderArgs`, ask for in a Gymnasium MuJoCo environment: the
-    paper's for the humanoid, else the task's own, with the single values that are given.
-
-    Tracked is the body of the first joint, if that is free or slides without limits: a robot's
-    that can leave, but not a cart's on a rail or a pushed puck's.
-    """
+    """The `Camera` that `args`, a `RenderArgs`, ask for in a Gymnasium MuJoCo environment. Tracked
+    is the body of the first joint, if that is free or slides without limits: a robot's that can
+    leave the picture, but not a cart's on a rail or a pushed puck's."""
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint
@@ -352,11 +343,9 @@ def load_picture(name):
 
 
 def textured_model(xml_path, look=None):
-    """The MuJoCo model at `xml_path` in a realistic scene: cloudy sky, stone floor, sunlight. The
-    humanoid becomes a robot of pale metal with dark joints; other bodies keep their own looks.
-    `look` is a `Look`, None the canonical one. Returns a compiled mujoco.MjModel, of which only the
-    looks have changed: its physics are the file's bit for bit.
-    """
+    """The MuJoCo model at `xml_path` with the sky, floor and light of a `Look`, None is the
+    canonical one. The humanoid becomes a robot of metal; other bodies keep their own looks. Returns
+    a compiled mujoco.MjModel whose physics are the file's bit for bit."""
     import mujoco
 
     quiet_mujoco()
@@ -448,18 +437,16 @@ class ClassicRenderer:
     """Draws CartPole and MountainCar states without stepping; needs no display and no OpenGL.
 
     Plain frames of the native size are those of Gymnasium's own `env.render()`, pixel for pixel.
-    They are drawn here because Gymnasium paints everything anew and copies it twice, 1.8 to 2.8 ms
-    a frame; here what never moves is painted once.
+    That paints everything anew and copies it twice, 1.8 to 2.8 ms a frame; here what never moves
+    is painted once.
 
     Args:
         env_id: one of CLASSIC_STATE_SIZES.
-        size: None for Gymnasium's 400 x 600 pixels; otherwise height and width of the frames: the
-            native picture is centred in a square (more white, or more sky and meadow: CLIP crops
-            its pictures to squares, which would cut off the goal) and scaled smoothly.
+        size: None for Gymnasium's 400 x 600 pixels; else height and width of the frames: the native
+            picture in the middle of a square (CLIP's own crop would cut off the goal), scaled.
         textured: the mountain as a landscape instead of a line (MountainCar only).
         scene: another landscape than the canonical one: [600, 600, 3] uint8, see scenes/paint.py.
-    Raises:
-        ValueError: unknown env_id, or a texture for CartPole.
+    Raises ValueError: unknown env_id, or a texture for CartPole.
     """
 
     def __init__(self, env_id, size=None, textured=False, scene=None):
@@ -493,12 +480,8 @@ class ClassicRenderer:
         self._background = self._canvas.copy()
 
     def render(self, states, out=None):
-        """Draw a batch of states, as `MujocoRenderer.render` does.
-
-        Args:
-            states: [B, S] float64: CartPole's (x, velocity, angle, angular velocity),
-                MountainCar's (x, velocity).
-        """
+        """As `MujocoRenderer.render`; states [B, S] are CartPole's (x, velocity, angle, angular
+        velocity) or MountainCar's (x, velocity)."""
         states, out = _check_batch(states, out, self._state_size, self.frame_shape)
         transform, drawn = self._pygame.transform, self._native
         for state, frame in zip(states, out, strict=True):
@@ -511,7 +494,7 @@ class ClassicRenderer:
         return out
 
     def close(self):
-        """Nothing to free but memory; every renderer has a close()."""
+        """Nothing to free but memory."""
 
     def _turned(self, points, angle, x, y):
         """Points turned by `angle` (rad) about the origin and then moved to (x, y)."""

@@ -1,19 +1,17 @@
 r"""How good is the reward, how good is the policy? Look before you train, and after.
 
-Reward against pole angle and car position, one line per alpha (figure 2 of arXiv 2310.12921), for
-any model (local-dir:tiny_clip needs no network and takes seconds):
+Reward against pole angle and car position, one line per alpha (figure 2 of arXiv 2310.12921):
 
     python eval_epic.py landscape --clip-model RN50/openai ViT-bigG-14/laion2b_s39b_b160k
 
-States, from all checkpoints of a run, from a classic task's whole state space, or from the library
-of humanoid poses, as one file:
+States as one file: of a run's checkpoints, of a classic task's state space, of the pose library:
 
     python eval_epic.py collect --source run --run runs/RUN --episodes 5 --out data/kneeling.npz
     python eval_epic.py collect --source uniform --env-id CartPole-v1 --out data/cartpole.npz
     python eval_epic.py collect --source poses --render-size 96 --out data/poses.npz
 
-EPIC distance (arXiv 2006.13900) of reward models to labels, by alpha and by size, and pictures of
-what a judge accepts and rejects, for a person to check; results go to the folder data/kneeling/:
+EPIC distance (arXiv 2006.13900) of reward models to labels, and pictures of what a judge accepts
+and rejects; results go to the folder data/kneeling/:
 
     python eval_epic.py epic --dataset data/kneeling.npz --judge kneeling \
         --clip-model RN50/openai ViT-L-14/openai ViT-bigG-14/laion2b_s39b_b160k
@@ -24,8 +22,7 @@ A page on which a person labels a dataset by key presses (pip install .[label]):
     python eval_epic.py label data/kneeling.npz
     python eval_epic.py epic --dataset data/kneeling.npz --labels data/kneeling/labels.csv
 
-Success rate of a policy, beside one that was trained on the environment's own reward, by a task's
-judge, one's own, or a person:
+Success rate of a policy, by a task's judge, one's own, or a person:
 
     python eval_epic.py success --run runs/RUN --compare runs/GROUND_TRUTH_RUN
     python eval_epic.py success --run runs/RUN --judge my_task.py:somersault
@@ -39,7 +36,7 @@ import json
 import math
 import sys
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -64,74 +61,30 @@ egl_render.setup_gl()  # before an environment or a judge imports mujoco
 
 def pearson(x, y):
     """Correlation of x [N] and y [N]; nan if one of them is constant but for rounding."""
+    from scipy import stats  # takes a second
+
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if any(np.ptp(values) <= 1e-12 * np.abs(values).max() for values in (x, y)):
         return math.nan
-    return float(np.corrcoef(x, y)[0, 1])
+    return float(stats.pearsonr(x, y).statistic)
 
 
 def epic_distance(x, y):
-    """EPIC distance of two rewards that depend on the next state alone (goal-based form, section
-    4.1 of arXiv 2310.12921), from their values x, y [N] on N states: sqrt((1 - rho) / 2).
+    """EPIC distance of two rewards that depend on the next state alone (section 4.1 of arXiv
+    2310.12921), from their values x, y [N] on N states: sqrt((1 - rho) / 2); nan if constant.
 
-    Canonical shaping takes from R(s, a, s') = f(s') only the constant E f(S'), which correlation
-    does not see; so this is also the general form, exactly, whatever gamma and the samples of
-    `canonical` are, if N states are the next states of the same transitions. nan if a reward is
-    constant: EPIC is undefined there.
+    Nothing is canonically shaped (definition 4.1 of arXiv 2006.13900) because shaping takes from
+    R(s, a, s') = f(s') only a constant, gamma E f(S'), which correlation does not see.
     """
     return math.sqrt((1 - pearson(x, y)) / 2)
 
 
-def canonical(reward, transitions, samples, gamma):
-    """Canonically shaped reward of arXiv 2006.13900 (definition 4.1), expectations by samples:
-
-        C(R)(s, a, s') = R(s, a, s') + E[gamma R(s', A, S') - R(s, A, S') - gamma R(S, A, S')]
-
-    Rewards that differ by potential shaping get values that differ by a constant, also with few
-    samples, since the same ones serve every transition.
-
-    Args:
-        reward: function of (s [K, ...], a [K, ...], s' [K, ...]) -> [K].
-        transitions: (s, a, s'), N of each: where C(R) is wanted.
-        samples: (S, A, S'), M of each, independent of each other and of the transitions.
-        gamma: discount factor.
-    Returns:
-        [N] float64.
-    """
-    s, a, later = map(np.asarray, transitions)
-    S, A, Later = map(np.asarray, samples)
-    values = np.asarray(reward(s, a, later), np.float64)
-
-    def expected(states):
-        """E R(state, A, S') for each: [N]."""
-        same = (np.repeat(state[None], len(A), 0) for state in states)
-        return np.array([np.mean(reward(state, A, Later)) for state in same])
-
-    shaped = values + gamma * expected(later) - expected(s)
-    shaped -= gamma * np.mean(reward(S, A, Later))
-    # what rounding leaves where all cancels is no reward
-    return shaped if np.ptp(shaped) > 1e-12 * np.abs(values).max() else np.zeros_like(shaped)
-
-
-def epic_general(reward_1, reward_2, transitions, samples, gamma):
-    """EPIC distance of two rewards of (s, a, s'), arguments as in `canonical`. nan as in
-    `epic_distance`."""
-    shaped = [canonical(r, transitions, samples, gamma) for r in (reward_1, reward_2)]
-    return epic_distance(*shaped)
-
-
 def epic_interval(x, y, episodes, resamples=2000, seed=0):
-    """`epic_distance(x, y)` and its 95 % bootstrap interval.
+    """`epic_distance(x, y)` of rewards [N] and its 95 % bootstrap interval: (distance, low, high),
+    nan where undefined. Resamples in which a reward is constant are left out.
 
-    Whole episodes are drawn, since states of one episode are alike: with single states the interval
-    would be far too narrow.
-
-    Args:
-        x, y: [N] rewards (canonically shaped ones for the general form).
-        episodes: [N] int, which episode a state is from.
-    Returns:
-        (distance, low, high); nan where undefined, as the interval of a single episode is.
-        Resamples in which a reward is constant are left out.
+    Whole episodes are drawn, `episodes` [N] int says which a state is from: states of one episode
+    are alike, and with single ones the interval would be far too narrow.
     """
     from scipy import stats  # takes a second
 
@@ -171,7 +124,7 @@ def script_of(args):
     return sys.modules[type(args).__module__]
 
 
-def checkpoints(run, names) -> list[Path]:
+def checkpoint_paths(run, names) -> list[Path]:
     """Files of checkpoints: "best", a number of steps, or "all" of these. Raises UsageError."""
     folder = Path(run) / "checkpoints"
     steps = sorted(int(path.stem[5:]) for path in folder.glob("step_*.pt"))
@@ -200,17 +153,9 @@ def load_policy(path, args, observation_space, action_space):
 
 @torch.no_grad()
 def rollout(args, path, seeds, explore=False):
-    """Play whole episodes side by side, which never end early.
-
-    Args:
-        args: the run's.
-        path: of a checkpoint; its best actions are taken, or with `explore` (SAC) samples.
-        seeds: N of them, one per episode.
-    Returns:
-        Columns of a Dataset, of N episodes of T steps each, one after the other.
-    Raises:
-        UsageError: a damaged checkpoint, a task whose pictures cannot be drawn from states.
-    """
+    """Play whole episodes of the run with these `args` side by side, one per seed, by the best
+    actions of the checkpoint at `path`, or with `explore` (SAC) by samples -> columns of a Dataset,
+    episode after episode. Raises UsageError for a damaged checkpoint or a task without states."""
     seeds, disabled = [int(seed) for seed in seeds], gym.vector.AutoresetMode.DISABLED
     thunks = [script_of(args).make_env(args)] * len(seeds)
     envs = gym.vector.SyncVectorEnv(thunks, autoreset_mode=disabled)
@@ -238,10 +183,8 @@ def rollout(args, path, seeds, explore=False):
 
 
 def dataset_of_run(args, paths, episodes, seed, explore=False, every=1, made=()):
-    """Dataset of so many episodes of each checkpoint in `paths`, of them every so manyth step.
-
-    made: what else to say of where it is from.
-    """
+    """Dataset of so many episodes of each checkpoint in `paths`, of them every so manyth step;
+    `made` is what else to say of where it is from."""
     parts = []
     for k, path in enumerate(paths):
         seeds = np.random.SeedSequence((*seed, k)).generate_state(episodes)
@@ -299,63 +242,61 @@ class Look(egl_render.RenderArgs):
     camera_track: bool | None = None
 
 
-@dataclass
-class Collect:
-    """States, and what is known of them, as a dataset: one .npz file."""
+def collect(
+    source: Literal["run", "uniform", "poses"],
+    out: Path,
+    render: Look,
+    run: Path | None = None,
+    checkpoints: tuple[str, ...] = ("all",),
+    episodes: int = 5,
+    every: int = 1,
+    explore: bool = False,
+    env_id: Literal["CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0"] = "CartPole-v1",
+    states: int = 1000,
+    per_pose: int = 40,
+    seed: int = 0,
+) -> None:
+    """States, and what is known of them, as a dataset: one .npz file.
 
-    source: Literal["run", "uniform", "poses"]
-    """rollouts of a run's checkpoints; a classic task's state space; the humanoid's pose library"""
-    out: Path
-    """the file, as in data/kneeling.npz; results on it will go to the folder data/kneeling"""
-    run: Path | None = None
-    """--source run: the run's folder"""
-    checkpoints: tuple[str, ...] = ("all",)
-    """--source run: "all", or some of "best" and numbers of steps"""
-    episodes: int = 5
-    """--source run: episodes of each checkpoint"""
-    every: int = 1
-    """--source run: keep every so manyth step of an episode"""
-    explore: bool = False
-    """--source run: sample SAC's actions as in training, instead of the mean action"""
-    env_id: Literal["CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0"] = "CartPole-v1"
-    """--source uniform: the task"""
-    states: int = 1000
-    """--source uniform: how many states"""
-    per_pose: int = 40
-    """--source poses: samples of each pose"""
-    seed: int = 0
-    """seed of all that is random"""
-    render: Look = field(default_factory=Look)
-
-
-def collect(args: Collect) -> None:
-    """Write the dataset. Raises UsageError for what cannot work, before anything slow."""
-    if args.out.suffix != ".npz" or args.out.exists():
-        raise UsageError(f"--out {args.out} exists already or is no .npz; choose another name")
-    if args.source == "run" and args.run is None:
+    Args:
+        source: rollouts of a run's checkpoints; a classic task's state space; the pose library
+        out: the file, as in data/kneeling.npz; results on it will go to the folder data/kneeling
+        render: how its pictures are drawn
+        run: --source run: the run's folder
+        checkpoints: --source run: "all", or some of "best" and numbers of steps
+        episodes: --source run: episodes of each checkpoint
+        every: --source run: keep every so manyth step of an episode
+        explore: --source run: sample SAC's actions as in training, instead of the mean action
+        env_id: --source uniform: the task
+        states: --source uniform: how many states
+        per_pose: --source poses: samples of each pose
+        seed: seed of all that is random
+    """
+    made = {name: value for name, value in locals().items() if name not in ("out", "render")}
+    if out.suffix != ".npz" or out.exists():
+        raise UsageError(f"--out {out} exists already or is no .npz; choose another name")
+    if source == "run" and run is None:
         raise UsageError("--source run needs --run RUN_DIR")
-    if args.source == "run":
-        made_by = load_run(args.run)
-    elif args.source == "uniform" and args.env_id != sac.MOUNTAIN_CAR:
-        made_by = dqn.Args(env_id=args.env_id)
+    if source == "run":
+        args = load_run(run)
+    elif source == "uniform" and env_id != sac.MOUNTAIN_CAR:
+        args = dqn.Args(env_id=env_id)
     else:
-        made_by = sac.Args(env_id="Humanoid-v5" if args.source == "poses" else args.env_id)
-    if args.explore and script_of(made_by) is dqn:
+        args = sac.Args(env_id="Humanoid-v5" if source == "poses" else env_id)
+    if explore and script_of(args) is dqn:
         raise UsageError("--explore: a run of DQN has no random policy to sample from")
-    given = {name: value for name, value in vars(args.render).items() if value is not None}
-    made_by.render = replace(made_by.render, **given)
-    made_by.render.check()
-    made = {name: value for name, value in vars(args).items() if name not in ("out", "render")}
-    if args.source == "run":
-        paths, how = checkpoints(args.run, args.checkpoints), (args.explore, args.every, made)
-        dataset = dataset_of_run(made_by, paths, args.episodes, (args.seed, 2), *how)
-    elif args.source == "uniform":
-        columns = datasets.uniform_columns(args.env_id, args.states, args.seed)
-        dataset = make_dataset(made_by, columns, made)
+    given = {name: value for name, value in vars(render).items() if value is not None}
+    args.render = replace(args.render, **given)
+    args.render.check()
+    if source == "run":
+        paths = checkpoint_paths(run, checkpoints)
+        dataset = dataset_of_run(args, paths, episodes, (seed, 2), explore, every, made)
+    elif source == "uniform":
+        dataset = make_dataset(args, datasets.uniform_columns(env_id, states, seed), made)
     else:
-        dataset = make_dataset(made_by, datasets.pose_columns(args.per_pose, args.seed), made)
-    datasets.save_dataset(dataset, args.out)
-    print(f"{args.out}: {len(dataset)} states; python eval_epic.py sheet --dataset {args.out}")
+        dataset = make_dataset(args, datasets.pose_columns(per_pose, seed), made)
+    datasets.save_dataset(dataset, out)
+    print(f"{out}: {len(dataset)} states; python eval_epic.py sheet --dataset {out}")
 
 
 # ------------------------------------------------------------------------------ rewards of states
@@ -374,11 +315,8 @@ class Rewards(clip_reward.RewardArgs):
     local-dir:tiny_clip"""
 
     def each(self, frames, prompts):
-        """clip_reward.RewardArgs of each model, with the largest alpha, for so many pictures.
-
-        prompts: {"target_prompt", "baseline_prompt": [str]}, where none are given. Raises
-        UsageError as RewardArgs.check.
-        """
+        """clip_reward.RewardArgs of each model, with the largest alpha, checked for so many
+        pictures. prompts: {"target_prompt", "baseline_prompt": [str]}, where none are given."""
         bad = [alpha for alpha in self.reward_alpha if not 0 <= alpha <= 1]
         values = vars(self) | {"reward_alpha": max(bad or self.reward_alpha, default=math.nan)}
         for name in ("target_prompt", "baseline_prompt"):
@@ -389,51 +327,39 @@ class Rewards(clip_reward.RewardArgs):
         return models
 
 
-def rewards_of(args: clip_reward.RewardArgs, alphas, make_renderer, states):
-    """Rewards of states [N, S], drawn and scored as in training, on the first of its devices.
+class Alphas(torch.nn.Module):
+    """The reward at several alphas: frames [B, H, W, 3] uint8 -> [B, alphas] float32."""
 
-    Returns:
-        {alpha: [N] float64}, and the number of parameters of the model's two towers.
-    """
-    device = args.devices()[0]
-    clip = clip_reward.load_clip(args.clip_model, device, args.clip_precision, args.clip_cache_dir)
-    prompts = args.target_prompt, args.baseline_prompt
-    reward = clip_reward.CLIPReward(clip, *prompts, args.reward_alpha)
-    rewards, size = {alpha: [] for alpha in alphas}, args.clip_batch_size
-    with clip_reward.RewardPool(make_renderer, None, devices=[]) as pool:
-        for start in tqdm(range(0, len(states), size), f"{size} states each", disable=None):
-            embeddings = reward.embed_images(pool.render(states[start : start + size]))
-            for alpha, values in rewards.items():
-                reward.alpha = alpha
-                values.append(reward.reward(embeddings).double().cpu().numpy())
-    parameters = sum(weights.numel() for weights in clip.model.parameters())
-    return {alpha: np.concatenate(values) for alpha, values in rewards.items()}, parameters
+    def __init__(self, device, args: clip_reward.RewardArgs, alphas):
+        super().__init__()
+        self.reward, self.alphas = clip_reward.make_clip_reward(device, args), alphas
+
+    def forward(self, frames):
+        embeddings, rewards = self.reward.embed_images(frames), []
+        for alpha in self.alphas:
+            self.reward.alpha = alpha
+            rewards.append(self.reward.reward(embeddings))
+        return torch.stack(rewards, 1)
+
+
+def rewards_of(args: clip_reward.RewardArgs, alphas, make_renderer, states):
+    """Rewards of states [N, S], drawn and scored on the devices of training, or a few in this
+    process, where workers would take longer to start: {alpha: [N] float64}."""
+    make_reward = functools.partial(Alphas, args=args, alphas=alphas)
+    devices = args.devices() if args.reward_devices or len(states) > 2000 else []
+    once = 8 * args.clip_batch_size * max(1, len(devices))
+    parts = [states[start : start + once] for start in range(0, len(states), once)]
+    with clip_reward.RewardPool(make_renderer, make_reward, devices, args.clip_batch_size) as pool:
+        rewards = [pool.score(part) for part in tqdm(parts, f"{once} states each", disable=None)]
+    return dict(zip(alphas, np.concatenate(rewards).T.astype(np.float64)))
 
 
 # ------------------------------------------------------------------------------ epic
 
 
-@dataclass
-class Epic:
-    """EPIC distance of reward models to labels: table, CSV and figures in a new folder
-    epic_LABELS, beside the dataset."""
-
-    dataset: Path
-    """a file made by collect"""
-    labels: str = "judge"
-    """what a good reward would be: judge (1 where the task is done, else 0), env (the
-    environment's own reward), or a CSV file of a person's labels"""
-    judge: str | None = None
-    """a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task that the
-    dataset is about"""
-    reward: Rewards = field(default_factory=Rewards)
-
-
 def labels_of(source, dataset, task):
-    """What is known of each state: ([N] float64, nan where nothing; {episode: bool}).
-
-    source: "judge", "env", or a CSV file of a person's labels, which may be on whole episodes.
-    """
+    """What `source` ("judge", "env", or a CSV file of a person's labels, which may be on whole
+    episodes) knows of each state: ([N] float64, nan where nothing; {episode: bool})."""
     if source == "judge":
         return task.judge(dataset.states).astype(np.float64), {}
     if source == "env":
@@ -444,82 +370,86 @@ def labels_of(source, dataset, task):
     return labels, answers["episode"]
 
 
-def epic(args: Epic) -> None:
-    """Print the table; write epic.csv, epic_alpha.png, epic_scaling.png, histograms.png."""
-    dataset = load_dataset(args.dataset)
-    flags, name = dataset.flags, Path(args.labels).stem
-    if args.labels == "env":  # nobody has to judge
+def epic(dataset: Path, reward: Rewards, labels: str = "judge", judge: str | None = None) -> None:
+    """EPIC distance of reward models to labels: table, CSV and figures in a new folder
+    epic_LABELS, beside the dataset.
+
+    Args:
+        dataset: a file made by collect
+        reward: the models
+        labels: what a good reward would be: judge (1 where the task is done, else 0), env (the
+            environment's own reward), or a CSV file of a person's labels
+        judge: a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task that
+            the dataset is about
+    """
+    data = load_dataset(dataset)
+    flags, name = data.flags, Path(labels).stem
+    if labels == "env":  # nobody has to judge
         task = judges.task_for(flags["env_id"], flags["target_prompt"])
     else:
-        task = task_of(args.judge, flags)
-    labels, _ = labels_of(args.labels, dataset, task)
-    rows = np.flatnonzero(np.isfinite(labels))
-    truth, states, episodes = labels[rows], dataset.states[rows], dataset.episode[rows]
+        task = task_of(judge, flags)
+    values, _ = labels_of(labels, data, task)
+    rows = np.flatnonzero(np.isfinite(values))
+    truth, states, episodes = values[rows], data.states[rows], data.episode[rows]
     if len(np.unique(truth)) < 2:
         raise UsageError(
-            f"--labels {args.labels}: all {len(rows)} labels on states of {args.dataset} are the "
-            "same, and EPIC is undefined with a single class; it needs states of both kinds"
+            f"--labels {labels}: all {len(rows)} labels on states of {dataset} are the same, and "
+            "EPIC is undefined with a single class; it needs states of both kinds"
         )
     prompts = task.prompts if task and task.target_prompt else flags
-    models = args.reward.each(len(rows), prompts)
-    out = results_folder(dataset.folder / f"epic_{name}")
+    models = reward.each(len(rows), prompts)
+    out = results_folder(data.folder / f"epic_{name}")
     good = truth > truth.mean()
     count = f"{len(rows)} states of {len(np.unique(episodes))} episodes"
     print(f'"{models[0].target_prompt[0]}", {count}', end="")
-    print(f", labels: {args.labels}, above their mean: {100 * good.mean():.1f} %")
+    print(f", labels: {labels}, above their mean: {100 * good.mean():.1f} %")
     print(f"{'model':40} {'parameters':>12} {'alpha':>5}  EPIC distance (95 % interval)")
     table, first = [], {}
     for model in models:
-        alphas, draw = args.reward.reward_alpha, renderer_of(dataset)
-        rewards, parameters = rewards_of(model, alphas, draw, states)
-        first[model.clip_model] = rewards[alphas[0]]
+        rewards = rewards_of(model, reward.reward_alpha, renderer_of(data), states)
+        blank = clip_reward.model_without_weights(model.clip_model)
+        parameters = sum(weights.numel() for weights in blank.parameters())
+        first[model.clip_model] = rewards[reward.reward_alpha[0]]
         for alpha, values in rewards.items():
             interval = epic_interval(values, truth, episodes)
-            row = {"dataset": dataset.path.stem, "labels": args.labels, "task": task and task.name}
+            row = {"dataset": data.path.stem, "labels": labels, "task": task and task.name}
             row |= {"model": model.clip_model, "parameters": parameters, "reward_alpha": alpha}
             row |= dict(zip(("epic", "low", "high"), interval))
             table.append(row | {"states": len(rows)})
             print(f"{model.clip_model:40} {parameters:12,} {alpha:5.2f}  ", end="")
             print("{:.4f} ({:.4f} to {:.4f})".format(*interval))
     datasets.write_csv(out / "epic.csv", table[0], table)
-    figures.draw_epic(out, f"{dataset.path.stem}, labels: {name}", table, first, good)
+    figures.draw_epic(out, f"{data.path.stem}, labels: {name}", table, first, good)
     print(f"wrote {out}/epic.csv, epic_alpha.png, epic_scaling.png, histograms.png")
 
 
 # ------------------------------------------------------------------------------ sheet
 
 
-@dataclass
-class Sheet:
-    """Pictures of a dataset, and of states that judges accept and reject, to check at a glance, in
-    a new folder sheets beside it."""
+def sheet(dataset: Path, judge: str | None = None, count: int = 20) -> None:
+    """Pictures of a dataset, and of states that judges accept (green frames) and reject (red), to
+    check at a glance, in a new folder sheets beside it.
 
-    dataset: Path
-    """a file made by collect"""
-    judge: str | None = None
-    """a task's name or FILE.py:FUNCTION; default: all tasks that the dataset's environment has"""
-    count: int = 20
-    """accepted states, and as many rejected ones"""
-
-
-def sheet(args: Sheet) -> None:
-    """Write states.png (a hundred from first to last) and a picture for each judge, <task>.png:
-    green frames are accepted, red ones rejected."""
-    dataset = load_dataset(args.dataset)
-    env_id, rng = dataset.flags["env_id"], np.random.default_rng(0)
-    tasks = [judges.find_task(args.judge, env_id)] if args.judge else judges.tasks_of(env_id)
-    rows = np.linspace(0, len(dataset) - 1, min(len(dataset), 100)).astype(int)
-    sheets = {"states": (rows, [None] * len(dataset))}
+    Args:
+        dataset: a file made by collect
+        judge: a task's name or FILE.py:FUNCTION; default: all tasks of the dataset's environment
+        count: accepted states, and as many rejected ones
+    """
+    data = load_dataset(dataset)
+    env_id, rng = data.flags["env_id"], np.random.default_rng(0)
+    tasks = [judges.find_task(judge, env_id)] if judge else judges.tasks_of(env_id)
+    rows = np.linspace(0, len(data) - 1, min(len(data), 100)).astype(int)
+    sheets = {"states": (rows, [None] * len(data))}
     for task in tasks:
-        verdict = task.judge(dataset.states)
+        verdict = task.judge(data.states)
         both = [rng.permutation(np.flatnonzero(verdict == which)) for which in (True, False)]
-        sheets[task.name] = np.concatenate([rows[: args.count] for rows in both]), verdict
+        sheets[task.name] = np.concatenate([rows[:count] for rows in both]), verdict
         print(f"{task.name}: {verdict.sum()} of {len(verdict)} accepted. {task.criterion}")
-    out = results_folder(dataset.folder / "sheets")
-    with pictures(dataset) as pool:
+    out = results_folder(data.folder / "sheets")
+    with pictures(data) as pool:
         for name, (rows, verdict) in sheets.items():
-            words = [f"{row} {dataset.pose[row] or dataset.step[row]}"[:16] for row in rows]
-            frames = pool.render(dataset.states[rows], 120)
+            words = [f"{row} {data.pose[row] or data.step[row]}"[:16] for row in rows]
+            frames = pool.render(data.states[rows], 120)
             cells = map(figures.framed, frames, words, (verdict[row] for row in rows))
             figures.write_sheet(out / f"{name}.png", list(cells))
     print(f"wrote {out}")
@@ -528,75 +458,72 @@ def sheet(args: Sheet) -> None:
 # ------------------------------------------------------------------------------ success
 
 
-@dataclass
-class Success:
-    """Success rate of a policy by judge or by a person's labels, with a video of the verdicts, in a
-    new folder success_.. in the run or beside the dataset."""
-
-    run: Path | None = None
-    """folder of the run to judge"""
-    checkpoint: str = "best"
-    """best (highest training reward, as in the paper), or a number of steps"""
-    compare: Path | None = None
-    """folder of another run, such as one with --reward ground-truth, for side by side"""
-    episodes: int = 100
-    """episodes, without exploration, on starts that training never had"""
-    judge: str | None = None
-    """a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the run's own, or the
-    task of its prompt or environment"""
-    dataset: Path | None = None
-    """judge the episodes of this dataset instead of new ones"""
-    human: Path | None = None
-    """with --dataset: a CSV file of a person's labels in place of the judge"""
-    videos: int = 16
-    """episodes in the video; the first ten are in the contact sheet. 0: neither"""
-
-
-def play(args: Success):
+def play(run, checkpoint, compare, episodes, judge):
     """What --run and --compare did: (task, folder for the results, {name: Dataset}). Raises
     UsageError before anything slow."""
-    chosen = [(args.run, args.checkpoint)] + [(args.compare, "best")] * bool(args.compare)
+    chosen = [(run, checkpoint)] + [(compare, "best")] * bool(compare)
     runs = [load_run(folder) for folder, _ in chosen]
-    task = task_of(args.judge, clip_reward.flags(runs[0]))
+    task = task_of(judge, clip_reward.flags(runs[0]))
     if task.env_ids and runs[-1].env_id not in task.env_ids:
-        raise UsageError(f"--compare {args.compare}: {runs[-1].env_id} has no {task.name}")
-    paths = [checkpoints(folder, [name]) for folder, name in chosen]
-    out, played = results_folder(args.run / f"success_{args.checkpoint}"), {}
-    for (folder, name), run, path in zip(chosen, runs, paths):
-        kind = "ground truth" if run.reward.reward == "ground-truth" else run.reward.clip_model
-        dataset = dataset_of_run(run, path, args.episodes, seed=(0, 3))
+        raise UsageError(f"--compare {compare}: {runs[-1].env_id} has no {task.name}")
+    paths = [checkpoint_paths(folder, [name]) for folder, name in chosen]
+    out, played = results_folder(run / f"success_{checkpoint}"), {}
+    for (folder, name), args, path in zip(chosen, runs, paths):
+        kind = "ground truth" if args.reward.reward == "ground-truth" else args.reward.clip_model
+        dataset = dataset_of_run(args, path, episodes, seed=(0, 3))
         played[f"{folder.resolve().name} ({kind}, {name})"] = dataset
     return task, out, played
 
 
-def success(args: Success) -> None:
-    """Print the rates; write success.json, episodes.csv, histogram.png, and of a run episodes.mp4
-    and contact_sheet.png."""
+def success(
+    run: Path | None = None,
+    checkpoint: str = "best",
+    compare: Path | None = None,
+    episodes: int = 100,
+    judge: str | None = None,
+    dataset: Path | None = None,
+    human: Path | None = None,
+    videos: int = 16,
+) -> None:
+    """Success rate of a policy by judge or by a person's labels, with a video of the verdicts, in a
+    new folder success_.. in the run or beside the dataset.
+
+    Args:
+        run: folder of the run to judge
+        checkpoint: best (highest training reward, as in the paper), or a number of steps
+        compare: folder of another run, such as one with --reward ground-truth, for side by side
+        episodes: episodes, without exploration, on starts that training never had
+        judge: a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the run's
+            own, or the task of its prompt or environment
+        dataset: judge the episodes of this dataset instead of new ones
+        human: with --dataset: a CSV file of a person's labels in place of the judge
+        videos: episodes in the video; the first ten are in the contact sheet. 0: neither
+    """
     from scipy.stats import binomtest  # takes a second
 
-    if (args.run is None) == (args.dataset is None):
+    if (run is None) == (dataset is None):
         raise UsageError("success needs either --run RUN_DIR or --dataset FILE.npz")
-    if (args.human and not args.dataset) or (args.compare and not args.run):
+    if (human and not dataset) or (compare and not run):
         raise UsageError("--human goes with --dataset, and --compare with --run")
-    labels = args.human or "judge"
-    if args.run:
-        task, out, played = play(args)
+    labels = human or "judge"
+    if run:
+        task, out, played = play(run, checkpoint, compare, episodes, judge)
     else:
-        dataset = load_dataset(args.dataset)
-        task, played = task_of(args.judge, dataset.flags), {dataset.path.stem: dataset}
-        out = results_folder(dataset.folder / f"success_{Path(labels).stem}")
+        data = load_dataset(dataset)
+        task, played = task_of(judge, data.flags), {data.path.stem: data}
+        out = results_folder(data.folder / f"success_{Path(labels).stem}")
     print(f"{task.name}: {task.criterion}")
-    own_rule = bool(task.env_ids) and not args.human  # not where somebody else's judge is asked
+    own_rule = bool(task.env_ids) and not human  # not where somebody else's judge is asked
     table, films = [], []
-    for source, dataset in played.items():
-        verdicts, answers = labels_of(labels, dataset, task)
-        judged = judge_episodes(source, dataset, verdicts, answers, own_rule)
+    for source, data in played.items():
+        verdicts, answers = labels_of(labels, data, task)
+        judged = judge_episodes(source, data, verdicts, answers, own_rule)
         table += judged
-        if args.run and args.videos:
-            with pictures(dataset) as pool:
-                for row in judged[: args.videos]:
-                    now = dataset.rows(row["episode"])
-                    frames = pool.render(dataset.states[now], 160)
+        if run and videos:
+            with pictures(data) as pool:
+                for row in judged[:videos]:
+                    now = data.rows(row["episode"])
+                    frames = pool.render(data.states[now], 160)
                     films.append((frames, verdicts[now], row["success"]))
     datasets.write_csv(out / "episodes.csv", table[0], table)
     summary, shares = [], {}
@@ -605,16 +532,14 @@ def success(args: Success) -> None:
         share = [row["good_steps"] / row["steps"] for row in rows if row["steps"]]
         won, count = sum(row["success"] for row in rows), len(rows)
         low, high = binomtest(won, count).proportion_ci(method="wilson")
-        print(
-            f"{name}: success {100 * won / count:.0f} % ({won} of {count} episodes), 95 % interval "
-            f"{100 * low:.0f} to {100 * high:.0f} %; "
-            f"successful steps {100 * np.mean(share or [0]):.0f} %"
-        )
+        print(f"{name}: success {100 * won / count:.0f} % ({won} of {count} episodes), ", end="")
+        print(f"95 % interval {100 * low:.0f} to {100 * high:.0f} %; ", end="")
+        print(f"successful steps {100 * np.mean(share or [0]):.0f} %")
         rate = {"episodes": count, "success_rate": won / count, "low": low, "high": high}
         summary.append({"name": name} | rate)
         shares[f"{name}: {100 * won / count:.0f} %"] = share
     (out / "success.json").write_text(json.dumps(summary, indent=2) + "\n")
-    title = f"{task.name}, {args.dataset.stem if args.dataset else dataset.flags['env_id']}"
+    title = f"{task.name}, {dataset.stem if dataset else data.flags['env_id']}"
     figures.draw_success(out / "histogram.png", title, shares)
     print(f"wrote {out}/success.json, episodes.csv, histogram.png")
     if films:
@@ -626,11 +551,9 @@ def success(args: Success) -> None:
 
 
 def judge_episodes(source, dataset, verdicts, answers, own_rule):
-    """A row {name, episode, good_steps, steps, success} for each episode that anything is known of.
-
-    verdicts [N] are on states, nan where there is none, answers {episode: bool} on whole episodes.
-    own_rule: success is what the environment says, where it says something.
-    """
+    """A row {name, episode, good_steps, steps, success} for each episode that anything is known of:
+    verdicts [N] on states, nan where there is none, answers {episode: bool} on whole episodes, and,
+    with own_rule, what the environment itself calls a success."""
     table = []
     for k in np.unique(dataset.episode).tolist():
         now = dataset.rows(k)
@@ -645,19 +568,6 @@ def judge_episodes(source, dataset, verdicts, answers, own_rule):
 # ------------------------------------------------------------------------------ landscape
 
 
-@dataclass
-class Landscape:
-    """Reward against pole angle and car position, plain and textured, one line per alpha."""
-
-    reward: Rewards = field(default_factory=Rewards)
-    points: int = 361
-    """states on each line"""
-    render_size: int = 480
-    """height and width of the frames in pixels"""
-    out: Path = Path("landscape.png")
-    """the picture; a table of all values is written beside it as CSV"""
-
-
 GOAL = egl_render.MOUNTAIN_GOALS["MountainCar-v0"]
 SWEEPS = (  # one coordinate from end to end, all others are zero
     # environment, textured, its name and unit, from, to, index in the state, where the goal is
@@ -667,28 +577,37 @@ SWEEPS = (  # one coordinate from end to end, all others are zero
 )
 
 
-def landscape(args: Landscape) -> None:
-    """Draw the figure, write the table, print where each line has its maximum."""
-    picture, file = args.out.with_suffix(".png"), args.out.with_suffix(".csv")
+def landscape(
+    reward: Rewards, points: int = 361, render_size: int = 480, out: Path = Path("landscape.png")
+) -> None:
+    """Reward against pole angle and car position, plain and textured, one line per alpha.
+
+    Args:
+        reward: the models
+        points: states on each line
+        render_size: height and width of the frames in pixels
+        out: the picture; a table of all values is written beside it as CSV
+    """
+    picture, file = out.with_suffix(".png"), out.with_suffix(".csv")
     picture.parent.mkdir(parents=True, exist_ok=True)
-    panels, rows = {name: [] for name in args.reward.clip_model}, []
+    panels, rows = {name: [] for name in reward.clip_model}, []
     for env_id, textured, label, low, high, index, goal in SWEEPS:
         task, look = judges.task_for(env_id), "textured" if textured else "plain"
-        values = np.linspace(low, high, args.points)
-        states = np.zeros((args.points, egl_render.CLASSIC_STATE_SIZES[env_id]))
+        values = np.linspace(low, high, points)
+        states = np.zeros((points, egl_render.CLASSIC_STATE_SIZES[env_id]))
         states[:, index] = values
         good = task.judge(states)
-        draw = functools.partial(egl_render.ClassicRenderer, env_id, args.render_size, textured)
-        for model in args.reward.each(len(SWEEPS) * args.points, task.prompts):
+        draw = functools.partial(egl_render.ClassicRenderer, env_id, render_size, textured)
+        for model in reward.each(len(SWEEPS) * points, task.prompts):
             title = f"{figures.short(model.clip_model)}: {env_id}, {look}"
-            rewards, _ = rewards_of(model, args.reward.reward_alpha, draw, states)
+            rewards = rewards_of(model, reward.reward_alpha, draw, states)
             panels[model.clip_model].append((title, label, values, goal, rewards))
-            for alpha, reward in rewards.items():
-                best, correlation = values[reward.argmax()], pearson(reward, good)
+            for alpha, along in rewards.items():
+                best, correlation = values[along.argmax()], pearson(along, good)
                 print(f"{title}, alpha {alpha:.2f}: largest at {best:+.3f}, ", end="")
                 print(f"goal at {goal:+.3f}; Pearson correlation with goal {correlation:+.3f}")
                 row = {"model": model.clip_model, "env_id": env_id, "look": look}
-                for value, number, is_goal in zip(values, reward, good.astype(int)):
+                for value, number, is_goal in zip(values, along, good.astype(int)):
                     scored = {"value": value, "reward": number, "is_goal": is_goal}
                     rows.append(row | {"reward_alpha": alpha} | scored)
     figures.draw_landscape(picture, list(panels.values()))
@@ -699,46 +618,44 @@ def landscape(args: Landscape) -> None:
 # ------------------------------------------------------------------------------ label
 
 
-@dataclass
-class Label:
-    """Label a dataset by hand on a local web page."""
+def label(
+    dataset: tyro.conf.Positional[Path],
+    judge: str | None = None,
+    unit: Literal["frame", "episode"] = "frame",
+    labels: Path | None = None,
+    count: int | None = None,
+    port: int | None = None,
+) -> None:
+    """Label a dataset by hand on a local web page, until Ctrl-C.
 
-    dataset: tyro.conf.Positional[Path]
-    """a file made by collect"""
-    judge: str | None = None
-    """the task to label, by name or FILE.py:FUNCTION; default: the one that the dataset is about"""
-    unit: Literal["frame", "episode"] = "frame"
-    """what one answer is about: a picture, or a whole episode as a clip"""
-    labels: Path | None = None
-    """the file of answers; default: labels.csv in the folder beside the dataset"""
-    count: int | None = None
-    """how many to label, in random order: what is done so far is a fair sample; default: all"""
-    port: int | None = None
-    """port on 127.0.0.1; default: a free one"""
-
-
-def label(args: Label) -> None:
-    """Serve the page until Ctrl-C."""
-    dataset = load_dataset(args.dataset)
-    task = task_of(args.judge, dataset.flags)
-    path = args.labels or dataset.folder / "labels.csv"
+    Args:
+        dataset: a file made by collect
+        judge: the task to label, by name or FILE.py:FUNCTION; default: what the dataset is about
+        unit: what one answer is about: a picture, or a whole episode as a clip
+        labels: the file of answers; default: labels.csv in the folder beside the dataset
+        count: how many to label, in random order: a fair sample at any time; default: all
+        port: port on 127.0.0.1; default: a free one
+    """
+    data = load_dataset(dataset)
+    task = task_of(judge, data.flags)
+    path = labels or data.folder / "labels.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    session = label_page.Session(dataset, task, args.unit, path, args.count)
+    session = label_page.Session(data, task, unit, path, count)
     done = f"{len(session.answers)} of {len(session.order)} are done"
-    print(f"labelling {args.unit}s of {args.dataset} for {task.name}: {done}; starting", flush=True)
-    with pictures(dataset) as pool:
+    print(f"labelling {unit}s of {dataset} for {task.name}: {done}; starting", flush=True)
+    with pictures(data) as pool:
         large = functools.partial(pool.render, size=480)  # for a person, whatever CLIP was shown
-        label_page.serve(session, large, args.port)
+        label_page.serve(session, large, port)
 
 
 if __name__ == "__main__":
-    commands = {Landscape: landscape, Collect: collect, Epic: epic, Sheet: sheet}
-    commands |= {Success: success, Label: label}
-    kinds = {kind.__name__.lower(): kind for kind in commands}
-    config = (tyro.conf.OmitArgPrefixes,)
-    args = tyro.extras.subcommand_cli_from_dict(kinds, description=__doc__, config=config)
+    commands = (landscape, collect, epic, sheet, success, label)
     try:
-        commands[type(args)](args)
+        tyro.extras.subcommand_cli_from_dict(
+            {command.__name__: command for command in commands},
+            description=__doc__,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
     except (UsageError, OSError) as error:  # of a file: its name and what is wrong with it
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -78,11 +78,7 @@ def save_dataset(dataset, path):
 
 
 def load_dataset(path) -> Dataset:
-    """Read a file that `save_dataset` wrote.
-
-    Raises:
-        UsageError: missing, damaged, or not a dataset.
-    """
+    """Read a file that `save_dataset` wrote. Raises UsageError for anything else."""
     path = Path(path)
     try:
         with np.load(path) as file:
@@ -138,11 +134,8 @@ LABEL_COLUMNS = ["dataset", "unit", "index", "task", "label"]
 
 
 def label_rows(path):
-    """(columns, rows {column: value}) of a file of labels.
-
-    Raises:
-        OSError, UsageError: it cannot be read or is no CSV with LABEL_COLUMNS.
-    """
+    """(columns, rows {column: value}) of a file of labels. Raises OSError, UsageError if it cannot
+    be read or is no CSV with LABEL_COLUMNS."""
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file, restval="")

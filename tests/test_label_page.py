@@ -213,7 +213,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(frames, tmp_path, m
 
     def refused(**change):
         with pytest.raises((UsageError, OSError)) as error:
-            eval_epic.label(eval_epic.Label(**{"dataset": mine} | change))
+            eval_epic.label(**{"dataset": mine} | change)
         assert "\n" not in str(error.value)
         return str(error.value)
 
