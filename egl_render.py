@@ -239,11 +239,11 @@ class MujocoRenderer:
     """Draws MuJoCo states without stepping; what it draws is what `env.render()` draws.
 
     Args:
-        model: compiled mujoco.MjModel. Its visual quality is changed in place by `quality`.
+        model: compiled mujoco.MjModel; "light" changes its visual quality in place.
         size: height and width of the frames in pixels.
         camera: a `Camera`; see `choose_camera`, `env_camera` and `PAPER_CAMERA`.
-        quality: "full" leaves the model's own settings (MuJoCo's default: 4096 px shadow map, 4
-            samples a pixel). "light" has neither and fewer facets. "auto": light in software.
+        quality: "full" is the model's own (MuJoCo's default: 4096 px shadow map, 4 samples a
+            pixel). "light" has neither and fewer facets. "auto": light in software.
     Raises UsageError where there is no OpenGL.
     """
 

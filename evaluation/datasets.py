@@ -148,16 +148,14 @@ def label_rows(path):
 
 
 def read_labels(path, dataset, task, needed=True):
-    """A person's labels of a dataset.
+    """A person's labels of a dataset: {"frame": {row: bool}, "episode": {number: bool}}, in the
+    order of the file. Rows on other datasets and tasks are passed over.
 
     Args:
         path: CSV with LABEL_COLUMNS: the dataset's name (that of its file), "frame" or "episode",
-            its number, the task's name, 1 or 0. Rows on others are passed over.
-        needed: whether it is an error if all are.
-    Returns:
-        {"frame": {row: bool}, "episode": {number: bool}}, in the order of the file.
-    Raises:
-        UsageError: as `label_rows`; a row that says nothing; nothing on this dataset and task.
+            its number, the task's name, 1 or 0.
+        needed: whether it is an error if there are none.
+    Raises UsageError as `label_rows`, and for a row that says nothing.
     """
     there = {"frame": range(len(dataset)), "episode": set(dataset.episode.tolist())}
     labels, others = {"frame": {}, "episode": {}}, set()
