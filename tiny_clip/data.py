@@ -276,9 +276,9 @@ def _camera(scene, rng):
 
 def _aim(renderer, camera):
     """Point a renderer, bound to one camera, elsewhere: a new one costs a GL context."""
-    renderer.camera, view = camera, renderer._view
-    view.distance, view.azimuth, view.elevation = camera.distance, camera.azimuth, camera.elevation
-    view.lookat[:] = camera.lookat
+    renderer.camera = camera
+    for name in egl_render.CAMERA_VALUES:
+        setattr(renderer._view, name, getattr(camera, name))
 
 
 def draw_job(job):

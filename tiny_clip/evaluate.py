@@ -31,7 +31,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # figure is taken from them any more
 SEED = 5_000_000
 PROMPTS = {
-    **{name: task["target_prompt"] for name, task in poses.TASKS.items()},
+    **poses.TASKS,
     "lying": "a humanoid robot lying on the ground",
     "robot": "a humanoid robot",
     "upright": classic.CAPTIONS["upright"][0],

@@ -58,30 +58,26 @@ def training_jobs(pictures, seed, shares):
     ]
 
 
-class Captions:
-    """Every concept's captions with rewordings, as tokens, and draws from them."""
-
-    def __init__(self, seed):
-        rng = np.random.default_rng(seed)
-        tokenizer = open_clip.SimpleTokenizer(context_length=32)
-        self.exact = tokenizer([data.exact(lines[0]) for lines in data.CAPTIONS.values()])
-        self.pools = [
-            tokenizer([data.reworded(line, rng) for line in lines for _ in range(REWORDINGS)]
-                      + [data.exact(line) for line in lines] * (REWORDINGS // 3))
-            for lines in data.CAPTIONS.values()
-        ]  # fmt: skip
-        index = torch.arange(len(self.pools))
-        self.concepts = torch.cat([index, index.repeat_interleave(CAPTIONS_PER_STEP)])
-        self.weights = torch.ones(len(self.concepts))
-        self.weights[: len(index)] = EXACT_WEIGHT
-
-    def draw(self, generator):
-        """(tokens [P, 32], concept of each [P], weight of each [P])."""
+def caption_draws(seed, generator):
+    """Every concept's first caption and some of the others, reworded, anew without end: (tokens [P,
+    32], concept of each [P], weight of each [P])."""
+    rng = np.random.default_rng(seed)
+    tokenizer = open_clip.SimpleTokenizer(context_length=32)
+    exact = tokenizer([data.exact(lines[0]) for lines in data.CAPTIONS.values()])
+    pools = [
+        tokenizer([data.reworded(line, rng) for line in lines for _ in range(REWORDINGS)]
+                  + [data.exact(line) for line in lines] * (REWORDINGS // 3))
+        for lines in data.CAPTIONS.values()
+    ]  # fmt: skip
+    index = torch.arange(len(pools))
+    concepts = torch.cat([index, index.repeat_interleave(CAPTIONS_PER_STEP)])
+    weights = torch.where(torch.arange(len(concepts)) < len(index), EXACT_WEIGHT, 1.0)
+    while True:
         drawn = [
             pool[torch.randint(len(pool), (CAPTIONS_PER_STEP,), generator=generator)]
-            for pool in self.pools
+            for pool in pools
         ]
-        return torch.cat([self.exact, *drawn]), self.concepts, self.weights
+        yield torch.cat([exact, *drawn]), concepts, weights
 
 
 def normalised(pictures):
@@ -188,7 +184,7 @@ def main():
     average = AveragedModel(
         model, avg_fn=lambda old, new, n: old + (new - old) * max(0.005, 10 / (n + 10))
     )
-    captions = Captions(args.seed)
+    captions = caption_draws(args.seed, generator)
     matrices = [p for n, p in model.named_parameters() if p.ndim >= 2 and "embedding" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embedding" in n]
     optimizer = torch.optim.AdamW(
@@ -208,7 +204,7 @@ def main():
         for rows in order[: steps // args.epochs * args.batch_size].split(args.batch_size):
             model.train()
             batch = augmented(pictures[rows], generator)
-            loss = loss_of(model, batch, truth[rows], weight[rows], captions.draw(generator))
+            loss = loss_of(model, batch, truth[rows], weight[rows], next(captions))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
