@@ -119,8 +119,9 @@ document.addEventListener("keydown", (event) => {
 SHOWN = "() => Number(document.querySelector('#picture [data-index]').dataset.index)"
 
 
-def make_page(gradio, session, image):
-    """The page: gradio.Blocks. image: function from a number to the HTML of its picture."""
+def make_page(gradio, session, render):
+    """The page: gradio.Blocks."""
+    image = functools.lru_cache(8)(functools.partial(session.image, render=render))
 
     def view():
         todo, count = session.todo(), len(session.order)
@@ -133,10 +134,7 @@ def make_page(gradio, session, image):
         return image(todo[0]), words
 
     def press(label, index):
-        try:
-            session.undo() if label == "undo" else session.answer(int(index), label)
-        except (OSError, UsageError) as error:
-            raise gradio.Error(f"not saved: {error}") from error
+        session.undo() if label == "undo" else session.answer(int(index), label)
         return view()
 
     task = session.task
@@ -168,20 +166,19 @@ def serve(session, render, port=None):
         UsageError: no gradio, or a port that is taken.
     """
     # no telemetry, `launch` returns, and its look whether the page is up goes through no proxy
-    quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_DEBUG": "0", "no_proxy": "127.0.0.1"}
-    os.environ.update(quiet)
+    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "no", "GRADIO_DEBUG": "0", "no_proxy": "127.0.0.1"}
     try:
         import gradio
     except ImportError as error:
         raise UsageError("the labelling page needs gradio: pip install .[label]") from error
 
-    page = make_page(gradio, session, functools.lru_cache(8)(lambda k: session.image(k, render)))
+    page = make_page(gradio, session, render)
     fonts = [gradio.themes.Font("sans-serif")]  # the default ones are fetched
     options = {"theme": gradio.themes.Default(font=fonts, font_mono=fonts), "css": CSS}
     options |= {"head": HEAD, "footer_links": [], "run_history": False, "ssr_mode": False}
     options |= {"share": False, "server_name": "127.0.0.1", "server_port": port, "quiet": True}
-    try:
-        page.launch(prevent_thread_lock=True, **options)
+    try:  # show_error: of an answer that could not be saved
+        page.launch(prevent_thread_lock=True, show_error=True, **options)
     except OSError as error:
         raise UsageError(f"--port {port} is taken; without --port a free one is found") from error
     print(f"open {page.local_url} and answer by key; Ctrl-C ends", flush=True)

@@ -445,3 +445,8 @@ def test_an_episode_is_a_clip_in_the_browser(browser, episodes, tmp_path):
         assert read(path) == {index: True}
         row = next(csv.DictReader(open(path, newline="")))
         assert row["unit"] == "episode" and row["dataset"] == "episodes"
+        path.write_bytes(spoiled := b"\xff\xfe\x00\x80")
+        index = shown(browser)
+        browser.find_element("id", "yes").click()
+        wait(lambda: "not a CSV file" in browser.find_element("tag name", "body").text)
+        assert shown(browser) == index and path.read_bytes() == spoiled

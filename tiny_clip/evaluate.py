@@ -10,10 +10,10 @@ uses. Ends with code 1 if the embedded model misses what it promises.
 import argparse
 import datetime
 import json
-import os
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # isort: off
 from clip_reward import CLIPReward, UsageError, load_clip  # before torch: it bounds how it waits
@@ -26,7 +26,7 @@ from scipy import stats
 from tiny_clip import classic, data, poses
 # isort: on
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = Path(__file__).resolve().parent
 # train.py uses 10 000 s + i of its seed s; 2 000 000 to 2 000 002 led to the second run, so no
 # figure is taken from them any more
 SEED = 5_000_000
@@ -187,18 +187,16 @@ def classic_figures(judge, scenes=CLASSIC_SCENES, count=500, sizes=(64, 96)):
 def write_card(folder, figures):
     """Put the figures and the model's trainings into its README.md, between the two marks that
     this project's own has; a folder without one gets a copy."""
-    path = os.path.join(folder, "README.md")
-    weights = os.path.join(folder, "open_clip_model.safetensors")
-    with open(path if os.path.exists(path) else os.path.join(HERE, "README.md")) as file:
-        before, mark, rest = file.read().partition("<!-- figures: evaluate.py -->\n")
-        after = rest.partition("<!-- end -->\n")[2]
+    card, weights = Path(folder, "README.md"), Path(folder, "open_clip_model.safetensors")
+    words = (card if card.exists() else HERE / "README.md").read_text()
+    before, mark, rest = words.partition("<!-- figures: evaluate.py -->\n")
+    after = rest.partition("<!-- end -->\n")[2]
     with safe_open(weights, "pt") as file:
         history = json.loads((file.metadata() or {}).get("history", "[]"))
-    figures += f" File: {os.path.getsize(weights) / 1e6:.1f} MB.\n\nTrained by `train.py`:\n"
+    figures += f" File: {weights.stat().st_size / 1e6:.1f} MB.\n\nTrained by `train.py`:\n"
     figures += "".join(f"\n{i}. {run}" for i, run in enumerate(history, 1))
-    with open(path, "w") as file:
-        file.write(f"{before}{mark}\n{figures}\n\n<!-- end -->\n{after}")
-    return path
+    card.write_text(f"{before}{mark}\n{figures}\n\n<!-- end -->\n{after}")
+    return card
 
 
 def main():

@@ -14,16 +14,16 @@ crossed arms cross some way in front of the chest.
 """
 
 import functools
-import os
 import tomllib
+from pathlib import Path
 
 import gymnasium
 import mujoco
 import numpy as np
 
-HUMANOID_XML = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets/humanoid.xml")
-with open(os.path.join(os.path.dirname(__file__), "poses.toml"), "rb") as file:
-    TASKS, ARMS, TEMPLATES = tomllib.load(file).values()  # TASKS: {pose: the paper's prompt}
+HUMANOID_XML = str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml")
+WORDS = tomllib.loads(Path(__file__).with_name("poses.toml").read_text())
+TASKS, ARMS, TEMPLATES = WORDS.values()  # TASKS: {pose: the paper's prompt}
 POSE_NAMES = (*TASKS, "lying_back", "lying_front", "squatting", "sitting", "crawling", "falling",
               "contorted")  # fmt: skip
 JOINTS = [f"abdomen_{axis}" for axis in "zyx"]  # and the legs, in the order of qpos[7:18]

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 # Threads that wait for each other in a busy loop make everything five times slower when another
 # process wants the cores too; it must be said before torch is imported.
@@ -32,11 +33,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tiny_clip import data
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = Path(__file__).resolve().parent
+CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 MEAN, STD = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
 # Cosines are the reward, so they should use their range: the scale stays low, or the network could
 # tell everything apart within a few hundredths.
@@ -134,17 +136,14 @@ def loss_of(model, pictures, truth, weight, captions):
 def save(model, config, folder, history):
     """Write the folder that open_clip loads as local-dir:FOLDER; history (list of str: one training
     each) goes beside the weights, for the model card."""
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, "open_clip_config.json"), "w") as file:
-        file.write(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(config)
     state = {
         key: (value.half() if value.is_floating_point() else value).contiguous()
         for key, value in model.state_dict().items()
     }
-    metadata = {"format": "pt", "history": json.dumps(history)}
-    path = os.path.join(folder, "open_clip_model.safetensors")
-    save_file(state, path, metadata)
-    os.chmod(path, 0o644)  # safetensors keeps files to their owner
+    save_file(state, folder / WEIGHTS, {"format": "pt", "history": json.dumps(history)})
+    (folder / WEIGHTS).chmod(0o644)  # safetensors keeps files to their owner
 
 
 def main():
@@ -154,11 +153,11 @@ def main():
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.62, 0.23, 0.15],
                         help=f"of the pictures in the scenes {', '.join(data.SCENES)}")  # fmt: skip
-    parser.add_argument("--init", help="folder of a model to go on with")
+    parser.add_argument("--init", type=Path, help="folder of a model to go on with")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--workers", type=int, default=2, help="processes that draw")
-    parser.add_argument("--out", default=HERE, help="folder of the model")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the model")
     args = parser.parse_args()
     started = time.time()
 
@@ -176,10 +175,8 @@ def main():
     model = open_clip.create_model(f"local-dir:{source}", load_weights=args.init is not None)
     model = model.to(memory_format=torch.channels_last)
     if args.init:
-        with safe_open(os.path.join(source, "open_clip_model.safetensors"), "pt") as file:
+        with safe_open(source / WEIGHTS, "pt") as file:
             history = json.loads(file.metadata()["history"])
-    with open(os.path.join(source, "open_clip_config.json")) as file:
-        config = file.read()
     # an exponential average, faster at first
     average = AveragedModel(
         model, avg_fn=lambda old, new, n: old + (new - old) * max(0.005, 10 / (n + 10))
@@ -224,7 +221,7 @@ def main():
         f"lr {args.lr}, init {args.init}: {(time.time() - started) / 60:.0f} minutes on "
         f"{os.cpu_count()} cores, {datetime.date.today()}"
     )
-    save(average.module, config, args.out, history)
+    save(average.module, (source / CONFIG).read_text(), args.out, history)
     say(f"wrote {args.out}; its held-out figures: tiny_clip/evaluate.py")
 
 
