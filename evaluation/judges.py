@@ -1,7 +1,6 @@
 """Does a state do what the prompt says? A function `states -> bool` for every task of the paper.
 
     judges.TASKS["kneeling"].judge(states)            # [B, S] float64 -> [B] bool
-    judges.judge_humanoid(states)                     # {task: [B] bool}, at the cost of one
     judges.load_judge("my_task.py:somersault")        # an own one, a function of states like these
 
 Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
@@ -231,12 +230,6 @@ HUMANOID = {
     "lotus": _lotus,
     "splits": _splits,
 }
-
-
-def judge_humanoid(states):
-    """All eight tasks at once: {task: [B] bool} of states as in `measure`."""
-    facts = measure(states)
-    return {name: holds(facts) for name, holds in HUMANOID.items()}
 
 
 def _cart_pole(states):

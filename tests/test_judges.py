@@ -13,12 +13,18 @@ from evaluation import judges
 from tiny_clip import poses
 
 
+def judge_humanoid(states):
+    """All eight tasks at once: {task: [B] bool}."""
+    facts = judges.measure(states)
+    return {name: holds(facts) for name, holds in judges.HUMANOID.items()}
+
+
 @pytest.fixture(scope="module")
 def verdicts():
     """{pose: {task: [30] bool}} on samples of the library."""
     rng = np.random.default_rng(77)
     samples = {name: poses.sample(name, rng, 30) for name in poses.POSE_NAMES}
-    return {name: judges.judge_humanoid(qpos) for name, qpos in samples.items()}
+    return {name: judge_humanoid(qpos) for name, qpos in samples.items()}
 
 
 def test_every_task_of_the_library_has_a_judge_and_its_criterion_in_words():
@@ -44,7 +50,7 @@ def test_a_pose_passes_its_own_judge_and_no_other(verdicts, pose):
 def test_a_blend_from_standing_switches_once(task):
     for seed in range(3):
         path = poses.blend(task, np.random.default_rng(seed), np.linspace(0, 1, 41))
-        passed = judges.judge_humanoid(path)
+        passed = judge_humanoid(path)
         changes = np.diff(passed[task].astype(int))
         assert not passed[task][0] and passed[task][-1] and np.abs(changes).sum() == 1
         assert passed["standing"][0] and not passed["standing"][-1]
@@ -114,7 +120,7 @@ def test_verdicts_do_not_depend_on_place_heading_or_company():
     turned[:, :2] += rng.uniform(-5, 5, (len(qpos), 2))
     for state in turned:
         state[3:7] = poses.rotate(state[3:7], [0, 0, 1], rng.uniform(0, 6))
-    together, apart = judges.judge_humanoid(qpos), judges.judge_humanoid(turned)
+    together, apart = judge_humanoid(qpos), judge_humanoid(turned)
     for name, passed in together.items():
         np.testing.assert_array_equal(passed, apart[name])
         one_by_one = [judges.TASKS[name].judge(state[None])[0] for state in qpos[:4]]
@@ -133,7 +139,7 @@ def test_measure_agrees_with_the_library_on_heights_and_wants_humanoid_states():
         for j, axis in enumerate("xyz"):
             place = facts["hand_at"][:, i, j]
             np.testing.assert_allclose(place, reference[f"{side}_hand_{axis}"], atol=1e-9)
-    assert all(len(passed) == 0 for passed in judges.judge_humanoid(np.empty((0, 47))).values())
+    assert all(len(passed) == 0 for passed in judge_humanoid(np.empty((0, 47))).values())
     with pytest.raises(ValueError, match=r"\[B, 24\] or \[B, 47\], not \(3, 30\)"):
         judges.measure(np.zeros((3, 30)))
 

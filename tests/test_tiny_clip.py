@@ -93,8 +93,8 @@ def test_rollouts_start_standing_and_end_on_the_floor():
 
 def test_the_papers_prompts_are_captions_and_the_baseline_is_always_true():
     for name, prompt in poses.TASKS.items():
-        assert data.exact(data.CAPTIONS[name][0]) == prompt
-    assert data.exact(data.CAPTIONS["robot"][0]) == "a humanoid robot"
+        assert data.CAPTIONS[name][0].format(data.SUBJECT) == prompt
+    assert data.CAPTIONS["robot"][0].format(data.SUBJECT) == "a humanoid robot"
     qpos, truth, weight = data.draw_states(np.random.default_rng(3), 300)
     assert len(qpos) == len(truth) == len(weight) == 300
     robot = data.CONCEPTS.index("robot")

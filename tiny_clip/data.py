@@ -37,12 +37,8 @@ IMAGE_SIZE = 64
 HUMANOID_CAPTIONS, WORDING = classic.WORDS["humanoid"], classic.WORDS["wording"]
 CAPTIONS = HUMANOID_CAPTIONS | classic.CAPTIONS
 CONCEPTS = tuple(CAPTIONS)
+SUBJECT = "a humanoid robot"  # the paper's
 BASELINES = ("robot", "cart", "mountain")  # true of every picture of their scenes
-
-
-def exact(caption):
-    """The caption with the paper's subject: "a humanoid robot kneeling"."""
-    return caption.format("a humanoid robot")
 
 
 def reworded(caption, rng):
@@ -52,7 +48,7 @@ def reworded(caption, rng):
         return options[rng.integers(len(options))]
 
     ends = WORDING["humanoid" if "{}" in caption else "classic"]
-    subject = pick(WORDING["subjects"]) if rng.random() < 0.5 else "a humanoid robot"
+    subject = pick(WORDING["subjects"]) if rng.random() < 0.5 else SUBJECT
     text = caption.format(subject)
     if rng.random() < 0.3:
         text = pick(ends["prefixes"]) + text

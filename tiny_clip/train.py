@@ -65,10 +65,10 @@ def caption_draws(seed, generator):
     32], concept of each [P], weight of each [P])."""
     rng = np.random.default_rng(seed)
     tokenizer = open_clip.SimpleTokenizer(context_length=32)
-    exact = tokenizer([data.exact(lines[0]) for lines in data.CAPTIONS.values()])
+    exact = tokenizer([lines[0].format(data.SUBJECT) for lines in data.CAPTIONS.values()])
     pools = [
         tokenizer([data.reworded(line, rng) for line in lines for _ in range(REWORDINGS)]
-                  + [data.exact(line) for line in lines] * (REWORDINGS // 3))
+                  + [line.format(data.SUBJECT) for line in lines] * (REWORDINGS // 3))
         for lines in data.CAPTIONS.values()
     ]  # fmt: skip
     index = torch.arange(len(pools))
@@ -131,19 +131,6 @@ def loss_of(model, pictures, truth, weight, captions):
         if own.sum() > 1:
             uneven = uneven + cosine[own, concept].var() * own.float().mean()
     return loss / target_weight.sum() + uneven
-
-
-def save(model, config, folder, history):
-    """Write the folder that open_clip loads as local-dir:FOLDER; history (list of str: one training
-    each) goes beside the weights, for the model card."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(config)
-    state = {
-        key: (value.half() if value.is_floating_point() else value).contiguous()
-        for key, value in model.state_dict().items()
-    }
-    save_file(state, folder / WEIGHTS, {"format": "pt", "history": json.dumps(history)})
-    (folder / WEIGHTS).chmod(0o644)  # safetensors keeps files to their owner
 
 
 def main():
@@ -221,7 +208,16 @@ def main():
         f"lr {args.lr}, init {args.init}: {(time.time() - started) / 60:.0f} minutes on "
         f"{os.cpu_count()} cores, {datetime.date.today()}"
     )
-    save(average.module, (source / CONFIG).read_text(), args.out, history)
+    config = (source / CONFIG).read_text()
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / CONFIG).write_text(config)
+    state = {
+        key: (value.half() if value.is_floating_point() else value).contiguous()
+        for key, value in average.module.state_dict().items()
+    }
+    # the trainings so far go beside the weights, for the model card
+    save_file(state, args.out / WEIGHTS, {"format": "pt", "history": json.dumps(history)})
+    (args.out / WEIGHTS).chmod(0o644)  # safetensors keeps files to their owner
     say(f"wrote {args.out}; its held-out figures: tiny_clip/evaluate.py")
 
 
