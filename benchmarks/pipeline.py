@@ -6,7 +6,6 @@ Runs the training script as a user would, for a few rollouts, and reads its even
     python benchmarks/pipeline.py --clip-model ViT-L-14/random --render-size 480 \
         --measure clip run --batches 64 128 256                    # a GPU, and CLIP alone
     python benchmarks/pipeline.py --env-id CartPole-v1             # DQN: dqn_clip_classic.py
-    python benchmarks/pipeline.py --rollouts 63                    # 200 000 steps: is it steady?
 
 Drawing alone, at a size and quality, by one worker per name:
 
@@ -53,7 +52,6 @@ COMMON = "--target-prompt words --clip-model local-dir:tiny_clip --render-size 6
 # the reward workers get at once.
 SAC = "--num-envs 32 --episode-length 100 --gradient-steps 100 --batch-size 512"
 DQN = "--num-envs 8 --episode-length 200 --gradient-steps 1600 --batch-size 64"
-DQN_TASKS = ("CartPole-v1", "MountainCar-v0")
 
 
 @dataclass
@@ -155,39 +153,18 @@ def draw_alone(script, args, frames_per_worker=800):
 # ------------------------------------------------------------------------------ the whole script
 
 
-def memory(process):
-    """MB of a process and all its descendants, what they share counted once."""
-    pids, kilobytes = [process.pid], 0
-    for pid in pids:
-        try:
-            rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            kilobytes += sum(int(row.split()[1]) for row in rows if row.startswith("Pss:"))
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                pids += map(int, children.read_text().split())
-        except OSError:  # it has just ended
-            pass
-    return kilobytes / 1e3
-
-
 def whole_run(command, args, rollouts):
-    """Run the script; table of the stages, medians over rollouts: what they took and how much they
-    did a second."""
+    """Run the script; {stage: what it took and how much it did a second}, medians over rollouts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     steps = args.num_envs * args.episode_length
     total = f"--total-timesteps {steps * (rollouts + 1)} --learning-starts 1 --video-freq 0"
     with tempfile.TemporaryDirectory() as folder:
-        command, samples = [*command, *total.split(), "--runs-dir", folder], []
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        while process.poll() is None:
-            samples.append((time.time(), memory(process)))
-            time.sleep(0.5)
-        if process.returncode:
-            sys.exit(process.returncode)
+        command = [*command, *total.split(), "--runs-dir", folder]
+        code = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+        if code:
+            sys.exit(code)
         events = EventAccumulator(str(next(Path(folder).iterdir()))).Reload()
-    walls = np.array([e.wall_time for e in events.Scalars("time/update_s")])
-    within = [mb for at, mb in samples if walls[0] <= at <= walls[-1]] or [np.nan]
-    walls, mb = np.diff(walls), [within[0], within[-1]]
     stages = {
         "physics": (steps, "physics_s", "steps/s"),
         "render": (steps, "render_s", "frames/s"),
@@ -195,23 +172,20 @@ def whole_run(command, args, rollouts):
         "update": (args.gradient_steps, "update_s", "updates/s"),
         "end to end": (steps, None, "steps/s"),
     }
-    result = {"stages": {}}
+    result = {}
     print(f"{'stage':>13} {'s/rollout':>10} {'units/s':>9}   (median of {rollouts} rollouts)")
     for stage, (count, scalar, unit) in stages.items():
-        values = [e.value for e in events.Scalars(f"time/{scalar}")[1:]] if scalar else walls
+        logged = events.Scalars(f"time/{scalar or 'update_s'}")
+        values = [e.value for e in logged[1:]] if scalar else np.diff([e.wall_time for e in logged])
         seconds = max(float(np.median(values)), 1e-9)
-        result["stages"][stage] = {"seconds_per_rollout": seconds, unit: count / seconds}
+        result[stage] = {"seconds_per_rollout": seconds, unit: count / seconds}
         print(f"{stage:>13} {seconds:>10.3f} {count / seconds:>9.4g}   {unit}")
-    few = max(1, rollouts // 10)
-    first, last = (1e3 / steps * np.median(part) for part in (walls[:few], walls[-few:]))
-    print(f"a step takes {first:.3g} ms in the first tenth of the run, {last:.3g} in the last")
-    print(f"all processes take {mb[0]:.0f} MB after the first rollout, {mb[1]:.0f} at the end")
-    return result | {"ms_per_step": [first, last], "memory_mb": mb}
+    return result
 
 
 def main():
     own, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
-    script, ratio = (dqn, DQN) if own.env_id in DQN_TASKS else (sac, SAC)
+    script, ratio = (dqn, DQN) if own.env_id in ("CartPole-v1", "MountainCar-v0") else (sac, SAC)
     defaults = f"--env-id {own.env_id} {COMMON} {ratio}"
     flags = [*defaults.split(), *(["--gradient-steps", "1"] if own.scorer_ms else []), *flags]
     args = tyro.cli(script.Args, args=flags, config=(tyro.conf.OmitArgPrefixes,))
@@ -232,16 +206,17 @@ def main():
     if own.scorer_ms:
         sleep = functools.partial(Sleeper, ms=own.scorer_ms)
         alone = pool_alone(Blank, sleep, ["cpu"], args.reward.clip_batch_size, np.zeros((3200, 47)))
-        keep(scorer_alone_frames_per_s=alone, **whole_run(command, args, own.rollouts))
-        keep(end_to_end_of_scorer_alone=result["stages"]["end to end"]["steps/s"] / alone)
-        print(f"end to end is {result['end_to_end_of_scorer_alone']:.3f} of that scorer alone")
+        stages = whole_run(command, args, own.rollouts)
+        share = stages["end to end"]["steps/s"] / alone
+        keep(scorer_alone_frames_per_s=alone, stages=stages, end_to_end_of_scorer_alone=share)
+        print(f"end to end is {share:.3f} of that scorer alone")
         return
     if "clip" in own.measure:
         keep(clip_alone=clip_alone(args, own.batches))
     if "draw" in own.measure:
         keep(draw_alone_frames_per_s=draw_alone(script, args))
     if "run" in own.measure:
-        keep(**whole_run(command, args, own.rollouts))
+        keep(stages=whole_run(command, args, own.rollouts))
     if {"run", "clip"} <= set(own.measure):
         alone = max(result["clip_alone"]["frames_per_s"].values()) * max(1, len(cuda))
         keep(end_to_end_of_clip_alone=result["stages"]["end to end"]["steps/s"] / alone)

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib
 import numpy as np
 import tyro
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 
 @dataclass
@@ -52,7 +49,8 @@ def main():
         print(f"{name}: {steps[-1]:,.0f} steps, {end}, largest {values.max():.4g}")
     if args.out is None:
         return
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    figure = Figure((6, 3.6), layout="constrained")
+    axes = figure.subplots()
     for name, curve in curves.items():
         axes.plot(*curve, lw=0.8, alpha=0.6, label=name.split("__")[2])
     begin = max(steps[0] for steps, _ in curves.values())

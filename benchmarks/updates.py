@@ -56,10 +56,8 @@ SPACES = {  # observations, actions, transitions per update
 }
 
 
-def make_sac(device, compiled):
-    """-> update function of a batch, and a function that samples one, as in sac_clip_humanoid.py"""
-    width, space, batch_size = SPACES["SAC"]
-    args = sac.Args(compile=compiled)
+def make_sac(args, width, space, device):
+    """-> update function of a batch, and a full buffer, as in sac_clip_humanoid.py"""
     learner, log_alpha = sac.make_learner(args, width, space, device)
     T, N = 100, 32
     buffer = sac.ReplayBuffer(REPLAY // (T * N), T, N, width, *space.shape, device)
@@ -67,28 +65,25 @@ def make_sac(device, compiled):
     for _ in range(REPLAY // (T * N)):
         actions = rng.uniform(-1, 1, (T, N, *space.shape))
         buffer.add(rng.normal(size=(T + 1, N, width)), actions, rng.normal(size=(T, N)))
-    update = functools.partial(sac.update, learner=learner, log_alpha=log_alpha, args=args)
-    return update, functools.partial(buffer.sample, batch_size)
+    return functools.partial(sac.update, learner=learner, log_alpha=log_alpha, args=args), buffer
 
 
-def make_dqn(device, compiled):
-    """-> update function of a batch, and a function that samples one, as in dqn_clip_classic.py"""
-    width, space, batch_size = SPACES["DQN"]
-    args = dqn.Args(compile=compiled)
+def make_dqn(args, width, space, device):
+    """-> update function of a batch, and a full buffer, as in dqn_clip_classic.py"""
     learner = dqn.make_learner(args, width, space, device)
     buffer = dqn.ReplayBuffer(REPLAY, width, device)
     rng = np.random.default_rng(0)
     observations = rng.normal(size=(2, REPLAY, width))
     actions, rewards = rng.integers(space.n, size=REPLAY), rng.normal(size=REPLAY)
     buffer.add(*observations, actions, rewards, np.zeros(REPLAY))
-    update = functools.partial(dqn.update, args=args, **learner)
-    return update, functools.partial(buffer.sample, batch_size)
+    return functools.partial(dqn.update, args=args, **learner), buffer
 
 
 def make_train(algorithm, device, row):
     """-> train(updates)"""
-    make = {"SAC": make_sac, "DQN": make_dqn}[algorithm]
-    update, sample = make(torch.device(device), row != "plain")
+    script, make = {"SAC": (sac, make_sac), "DQN": (dqn, make_dqn)}[algorithm]
+    width, space, batch_size = SPACES[algorithm]
+    update, buffer = make(script.Args(compile=row != "plain"), width, space, torch.device(device))
     if row == "compiled":
         update = torch.compile(update, dynamic=False)
     if row == "captured":
@@ -96,7 +91,7 @@ def make_train(algorithm, device, row):
 
     def train(updates):
         for _ in range(updates):
-            result = update(sample())
+            result = update(buffer.sample(batch_size))
         result.sum().item()  # waits for the GPU, once
 
     return train
@@ -128,19 +123,18 @@ def measure(args, algorithm, rows):
     trains = {row: make_train(algorithm, args.device, row) for row in rows}
     if args.sb3:
         trains["sb3"] = make_sb3(algorithm, args.device)
-    updates = 200 if args.device != "cpu" else 4 if algorithm == "SAC" else 60
-    threads = sorted({1, os.cpu_count()})
-    rates = {row: {count: [] for count in threads} for row in trains}
-    for round_ in range(-1, args.rounds):
-        for count in threads:
-            torch.set_num_threads(count)
-            for row, train in trains.items():
+    updates = 200 if args.device != "cpu" else 6 if algorithm == "SAC" else 60
+    rates = {row: {count: [] for count in {1, os.cpu_count()}} for row in trains}
+    for _ in range(1 + args.rounds):
+        for row, by_count in rates.items():
+            for count, speeds in by_count.items():
+                torch.set_num_threads(count)
                 start = time.perf_counter()
-                train(max(updates, 6))
-                rates[row][count].append(max(updates, 6) / (time.perf_counter() - start))
-                if round_ < 0:  # compiled, captured and warmed up
-                    rates[row][count].clear()
-    return {row: max(by_count.values(), key=np.median) for row, by_count in rates.items()}
+                trains[row](updates)
+                speeds.append(updates / (time.perf_counter() - start))
+    # the first round compiles, captures and warms up
+    rounds = {row: [speeds[1:] for speeds in by_count.values()] for row, by_count in rates.items()}
+    return {row: max(speeds, key=np.median) for row, speeds in rounds.items()}
 
 
 def main():

@@ -1,7 +1,6 @@
 """Does a state do what the prompt says? A function `states -> bool` for every task of the paper.
 
     judges.TASKS["kneeling"].judge(states)            # [B, S] float64 -> [B] bool
-    judges.judge_humanoid(states)                     # {task: [B] bool}, at the cost of one
     judges.load_judge("my_task.py:somersault")        # an own one, a function of states like these
 
 Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
@@ -39,21 +38,22 @@ SIDES = ("right", "left")
 OUTWARD = np.array([[1, -1, 1], [1, 1, 1]])  # of right and left
 PARTS = {
     "trunk": ("torso1", "head", "uwaist", "lwaist"),
-    "pelvis": ("butt",),
+    "pelvis_floor": ("butt",),
     "arms": ("right_uarm1", "right_larm", "right_hand", "left_uarm1", "left_larm", "left_hand"),
 }
 
 
 @functools.lru_cache(1)
 def _humanoid():
-    """Gymnasium's humanoid that notices the floor from REACH on: (mujoco, model, data)."""
+    """Gymnasium's humanoid that notices the floor from REACH on: (mujoco, model, data, {name of a
+    geom: its number})."""
     egl_render.setup_gl()  # which has to come before mujoco
     import mujoco
 
     assets = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets")
     model = mujoco.MjModel.from_xml_path(os.path.join(assets, "humanoid.xml"))
     model.geom_margin[model.geom("floor").id] = REACH  # nothing is stepped with this model
-    return mujoco, model, mujoco.MjData(model)
+    return mujoco, model, mujoco.MjData(model), {model.geom(i).name: i for i in range(model.ngeom)}
 
 
 def _outside(point, corners):
@@ -100,66 +100,57 @@ def measure(states):
     states = np.asarray(states, np.float64)
     if states.ndim != 2 or states.shape[1] not in (24, 47):
         raise ValueError(f"humanoid states must be [B, 24] or [B, 47], not {states.shape}")
-    mujoco, model, data = _humanoid()
-    geom = {model.geom(i).name: i for i in range(model.ngeom)}
-    body = {model.body(i).name: i for i in range(model.nbody)}
-    names = [model.geom(i).name for i in range(model.ngeom)]
-    hips = [geom[name] for name in ("butt", "lwaist", "right_thigh1", "left_thigh1")]
-    hand_ids = [geom[f"{side}_hand"] for side in SIDES]
-    bends = [model.joint(f"{side}_knee").qposadr[0] for side in SIDES]
-    n = len(states)
-    single = "up head pelvis imbalance trunk pelvis_floor arms".split()
-    double = "foot shin thigh knee bend shin_front hand hand_hip".split()
-    facts = {name: np.full(n, np.inf) for name in single}
-    facts |= {name: np.full((n, 2), np.inf) for name in double}
-    facts |= {f"{name}_at": np.empty((n, 2, 3)) for name in ("knee", "foot", "hand")}
-    gaps = {name: facts["pelvis_floor" if name == "pelvis" else name] for name in PARTS}
-    part_of = {name: part for part, members in PARTS.items() for name in members}
-    for b, state in enumerate(states):
-        data.qpos[:] = state[:24]
-        data.qvel[:] = state[24:] if state.size > 24 else 0
-        # the part of mj_forward that knows no forces: positions, contacts, velocities
-        mujoco.mj_fwdPosition(model, data)
-        mujoco.mj_fwdVelocity(model, data)
-        mujoco.mj_subtreeVel(model, data)
-        at, torso = data.geom_xpos, data.xmat[body["torso"]].reshape(3, 3)
-        knees = [data.xpos[body[f"{side}_shin"]] for side in SIDES]
-        contacts = data.contact
-        on_floor = (contacts.geom == geom["floor"]).any(1)
-        others = contacts.geom.sum(1)[on_floor] - geom["floor"]
-        dist, pos = contacts.dist[on_floor], contacts.pos[on_floor]
-        support = pos[dist <= TOUCH, :2]
-        for other, gap, place in zip(others, dist, pos):
-            if names[other] in part_of:
-                part = gaps[part_of[names[other]]]
-                part[b] = min(part[b], gap)
-                continue
-            side, limb = names[other].rstrip("1").split("_")
-            side = SIDES.index(side)
-            facts[limb][b, side] = min(facts[limb][b, side], gap)
-            if limb != "foot" and np.linalg.norm(place - knees[side]) <= KNEE:
-                facts["knee"][b, side] = min(facts["knee"][b, side], gap)
-        com, velocity = data.subtree_com[body["torso"]], data.subtree_linvel[body["torso"]]
-        ahead = math.sqrt(max(com[2], 0.05) / -model.opt.gravity[2])  # s
-        facts["imbalance"][b] = _outside((com + ahead * velocity)[:2], support)
-        facts["up"][b], facts["head"][b] = torso[2, 2], at[geom["head"], 2]
-        pelvis = at[geom["butt"]]
-        facts["pelvis"][b] = pelvis[2]
-        forward = torso[:2, 0] / max(np.hypot(*torso[:2, 0]), 1e-9)
-        level = np.array([[*forward, 0], [-forward[1], forward[0], 0], [0, 0, 1]])
-        for i, side in enumerate(SIDES):
-            facts["bend"][b, i] = -state[bends[i]]
-            facts["shin_front"][b, i] = data.xmat[body[f"{side}_shin"]].reshape(3, 3)[2, 0]
-            facts["knee_at"][b, i] = level @ (knees[i] - pelvis)
-            facts["foot_at"][b, i] = level @ (at[geom[f"{side}_foot"]] - pelvis)
-            facts["hand"][b, i] = at[hand_ids[i], 2]
-            facts["hand_at"][b, i] = torso.T @ (at[hand_ids[i]] - data.xpos[body["torso"]])
-            facts["hand_hip"][b, i] = min(
-                mujoco.mj_geomDistance(model, data, hand_ids[i], hip, 2.0, None) for hip in hips
-            )
-    for name in ("knee_at", "foot_at", "hand_at"):
-        facts[name] *= OUTWARD
-    return facts
+    rows = [_facts(state) for state in (states if len(states) else np.zeros((1, 24)))]
+    return {name: np.array([row[name] for row in rows])[: len(states)] for name in rows[0]}
+
+
+def _facts(state):
+    """`measure` of one state [24 or 47]."""
+    mujoco, model, data, geom = _humanoid()
+    data.qpos[:] = state[:24]
+    data.qvel[:] = state[24:] if state.size > 24 else 0
+    # the part of mj_forward that knows no forces: positions, contacts, velocities
+    mujoco.mj_fwdPosition(model, data)
+    mujoco.mj_fwdVelocity(model, data)
+    mujoco.mj_subtreeVel(model, data)
+    limbs = ("hand", "foot", "shin1", "thigh1")
+    hands, feet, shins, thighs = ([geom[f"{side}_{limb}"] for side in SIDES] for limb in limbs)
+    at, torso, knees = data.geom_xpos, data.body("torso"), [data.body(f"{s}_shin") for s in SIDES]
+    on_floor = (data.contact.geom == geom["floor"]).any(1)
+    others = data.contact.geom.sum(1)[on_floor] - geom["floor"]
+    dist, place = data.contact.dist[on_floor], data.contact.pos[on_floor]
+    hips = (geom["butt"], geom["lwaist"], *thighs)
+    gap, knee_gap, hand_hip = np.full(model.ngeom, np.inf), [], []
+    np.minimum.at(gap, others, dist)
+    for hand, shin, thigh, knee in zip(hands, shins, thighs, knees):
+        near = np.linalg.norm(place - knee.xpos, axis=1) <= KNEE
+        near &= (others == shin) | (others == thigh)
+        knee_gap.append(dist[near].min(initial=np.inf))
+        ways = [mujoco.mj_geomDistance(model, data, hand, hip, 2.0, None) for hip in hips]
+        hand_hip.append(min(ways))
+    ahead = math.sqrt(max(torso.subtree_com[2], 0.05) / -model.opt.gravity[2])  # s
+    com = torso.subtree_com + ahead * torso.subtree_linvel
+    axes, pelvis = torso.xmat.reshape(3, 3), at[geom["butt"]]
+    x, y = axes[:2, 0] / max(np.hypot(*axes[:2, 0]), 1e-9)
+    level = np.array([[x, -y, 0], [y, x, 0], [0, 0, 1]])
+    return {
+        "up": axes[2, 2],
+        "head": at[geom["head"], 2],
+        "pelvis": pelvis[2],
+        "hand": at[hands, 2],
+        "imbalance": _outside(com[:2], place[dist <= TOUCH, :2]),
+        **{part: min(gap[geom[name]] for name in names) for part, names in PARTS.items()},
+        "foot": gap[feet],
+        "shin": gap[shins],
+        "thigh": gap[thighs],
+        "knee": knee_gap,
+        "bend": [-data.joint(f"{side}_knee").qpos[0] for side in SIDES],
+        "shin_front": [knee.xmat[6] for knee in knees],
+        "knee_at": (np.array([knee.xpos for knee in knees]) - pelvis) @ level * OUTWARD,
+        "foot_at": (at[feet] - pelvis) @ level * OUTWARD,
+        "hand_at": (at[hands] - torso.xpos) @ axes * OUTWARD,
+        "hand_hip": hand_hip,
+    }
 
 
 # ------------------------------------------------------------------------------ criteria
@@ -239,12 +230,6 @@ HUMANOID = {
     "lotus": _lotus,
     "splits": _splits,
 }
-
-
-def judge_humanoid(states):
-    """All eight tasks at once: {task: [B] bool} of states as in `measure`."""
-    facts = measure(states)
-    return {name: holds(facts) for name, holds in HUMANOID.items()}
 
 
 def _cart_pole(states):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import importlib.util
 import io
 import os
 import random
@@ -47,9 +46,10 @@ class Session:
         units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
         self.order = random.Random(dataset.path.stem).sample(units, len(units))[:count]
         known = read_labels(path, dataset, task.name, needed=False) if self.path.exists() else {}
+        asked = set(self.order)
         # what was answered, or skipped (None), the last at the end
-        self.answers = {k: v for k, v in known.get(unit, {}).items() if k in set(self.order)}
-        self.lock = threading.RLock()
+        self.answers = {k: label for k, label in known.get(unit, {}).items() if k in asked}
+        self.lock = threading.Lock()
 
     def todo(self):
         """Numbers of the frames or episodes to be answered, now and next; skipped ones at the end.
@@ -81,7 +81,7 @@ class Session:
         values = (self.dataset.path.stem, self.unit, str(index), self.task.name)
         ours = dict(zip(LABEL_COLUMNS, values))
         rows = [row for row in rows if ours.items() - row.items()]
-        rows += [] if label is None else [ours | {"label": str(int(label))}]
+        rows += [] if label is None else [ours | {"label": int(label)}]
         write_csv(self.path, columns, rows)
 
     def agreement(self):
@@ -92,16 +92,12 @@ class Session:
         same = sum(label == judge[k] for k, label in self.answers.items())
         return f"You and the judge agree on {100 * same / count:.0f} % ({same} of {count})."
 
-    def rows(self, index):
-        """Rows of the dataset that a unit consists of, in the order of time: [int]."""
-        return np.array([index]) if self.unit == "frame" else self.dataset.rows(index)
-
     def image(self, index, render):
         """HTML of a frame as PNG or of an episode as looping WebP, ten pictures a second."""
-        first, *others = map(Image.fromarray, render(self.dataset.states[self.rows(index)]))
+        rows = [index] if self.unit == "frame" else self.dataset.rows(index)
+        first, *others = map(Image.fromarray, render(self.dataset.states[rows]))
         file, kind = io.BytesIO(), "png" if self.unit == "frame" else "webp"
-        clip = {"save_all": True, "append_images": others, "duration": 100, "loop": 0, "method": 0}
-        first.save(file, kind, **clip if others else {})
+        first.save(file, kind, save_all=True, append_images=others, duration=100, loop=0, method=0)
         data = base64.b64encode(file.getvalue()).decode()
         return f'<img data-index={index} src="data:image/{kind};base64,{data}">'
 
@@ -111,7 +107,6 @@ class Session:
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
 #picture img { height: 82vh; width: 100%; object-fit: contain; }
-#words p { font-size: 1.1rem; line-height: 1.5; }
 #yes { background: #15803d; color: white; } #no { background: #b91c1c; color: white; }
 """
 HEAD = """<script>
@@ -120,54 +115,43 @@ document.addEventListener("keydown", (event) => {
   if (id && !event.repeat && !event.ctrlKey && !event.altKey && !event.metaKey)
     document.getElementById(id)?.click();
 });
-const shownUnit = () => Number(document.querySelector("#picture [data-index]").dataset.index);
 </script>"""
+SHOWN = "() => Number(document.querySelector('#picture [data-index]').dataset.index)"
 
 
-def make_page(session, image):
-    """The page: gradio.Blocks. image: function from a number to the HTML of its picture."""
-    import gradio
+def make_page(gradio, session, render):
+    """The page: gradio.Blocks."""
+    image = functools.lru_cache(8)(functools.partial(session.image, render=render))
 
     def view():
-        todo = session.todo()
-        done = len(session.order) - len(todo)
-        words = f"**{done} of {len(session.order)}**"
-        if session.answers:
-            last, label = [*session.answers.items()][-1]
-            said = {True: "yes", False: "no", None: "skipped"}[label]
-            words += f" &nbsp; last: {session.unit} {last}: {said}"
+        todo, count = session.todo(), len(session.order)
+        words = f"**{count - len(todo)} of {count}**"
         if not todo:
-            end = f"All {done} are labelled. {session.agreement()} You can close this page."
+            end = f"All {count} are labelled. {session.agreement()} You can close this page."
             return f"<h2 data-index=-1>{end}</h2>", words
-        if len(todo) > 1:  # drawn while this one is looked at
-            threading.Thread(target=image, args=todo[1:2]).start()
+        for following in todo[1:2]:  # drawn while this one is looked at
+            threading.Thread(target=image, args=(following,)).start()
         return image(todo[0]), words
 
     def press(label, index):
-        try:
-            session.undo() if label == "undo" else session.answer(int(index), label)
-        except (OSError, UsageError) as error:
-            raise gradio.Error(f"not saved: {error}") from error
+        session.undo() if label == "undo" else session.answer(int(index), label)
         return view()
 
-    frames, task = session.unit == "frame", session.task
-    question = f"### Does the {'picture' if frames else 'clip'} show this: {task.name}?\n"
-    rule = "" if frames else f" Yes, if that holds {task.episode_rule}."
-    keys = {"yes": True, "no": False, "skip": None, "undo": "undo"}
-    with gradio.Blocks(analytics_enabled=False, title=f"{task.name}") as page:
+    task = session.task
+    rule = f" Yes, if that holds {task.episode_rule}." if session.unit == "episode" else ""
+    question = f"### Does the {session.unit} show this: {task.name}?\n{task.criterion}{rule}"
+    with gradio.Blocks(title=task.name) as page:
         shown = gradio.Number(visible=False)  # what the person sees, filled in by the browser
         with gradio.Row():
             with gradio.Column(scale=5):
                 picture = gradio.HTML(elem_id="picture")
             with gradio.Column(scale=3):
-                gradio.Markdown(question + task.criterion + rule, elem_id="words")
-                buttons = [gradio.Button(f"{key} ({key[0].upper()})", elem_id=key) for key in keys]
+                gradio.Markdown(question)
                 words = gradio.Markdown()
-        for button, label in zip(buttons, keys.values()):
-            act = functools.partial(press, label)
-            button.click(
-                act, shown, [picture, words], js="() => shownUnit()", show_progress="hidden"
-            )
+                for key, label in {"yes": True, "no": False, "skip": None, "undo": "undo"}.items():
+                    button = gradio.Button(f"{key} ({key[0].upper()})", elem_id=key)
+                    act = functools.partial(press, label)
+                    button.click(act, shown, [picture, words], js=SHOWN, show_progress="hidden")
         page.load(view, None, [picture, words])
     return page
 
@@ -181,22 +165,20 @@ def serve(session, render, port=None):
     Raises:
         UsageError: no gradio, or a port that is taken.
     """
-    if importlib.util.find_spec("gradio") is None:
-        raise UsageError("the labelling page needs gradio: pip install .[label]")
-    # before gradio is imported: no telemetry, `launch` returns, and its look whether the page is up
-    # goes through no proxy
-    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_DEBUG": "0"}
-    os.environ |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
-    import gradio
-
-    image = functools.lru_cache(8)(functools.partial(session.image, render=render))
-    fonts = [gradio.themes.Font(name) for name in ("system-ui", "sans-serif")]  # none is fetched
-    look = {"theme": gradio.themes.Default(font=fonts, font_mono=fonts), "css": CSS, "head": HEAD}
-    look |= {"footer_links": [], "run_history": False, "ssr_mode": False}
-    local = {"share": False, "server_name": "127.0.0.1", "server_port": port, "quiet": True}
-    page = make_page(session, image)
+    # no telemetry, `launch` returns, and its look whether the page is up goes through no proxy
+    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "no", "GRADIO_DEBUG": "0", "no_proxy": "127.0.0.1"}
     try:
-        page.launch(prevent_thread_lock=True, **local, **look)
+        import gradio
+    except ImportError as error:
+        raise UsageError("the labelling page needs gradio: pip install .[label]") from error
+
+    page = make_page(gradio, session, render)
+    fonts = [gradio.themes.Font("sans-serif")]  # the default ones are fetched
+    options = {"theme": gradio.themes.Default(font=fonts, font_mono=fonts), "css": CSS}
+    options |= {"head": HEAD, "footer_links": [], "run_history": False, "ssr_mode": False}
+    options |= {"share": False, "server_name": "127.0.0.1", "server_port": port, "quiet": True}
+    try:  # show_error: of an answer that could not be saved
+        page.launch(prevent_thread_lock=True, show_error=True, **options)
     except OSError as error:
         raise UsageError(f"--port {port} is taken; without --port a free one is found") from error
     print(f"open {page.local_url} and answer by key; Ctrl-C ends", flush=True)

@@ -29,7 +29,7 @@ def test_everything_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
     assert set(tiny["stages"]) == {"physics", "render", "CLIP", "update", "end to end"}
     assert all(f"{stage} " in printed for stage in tiny["stages"])
     rates = [unit for stage in tiny["stages"].values() for unit in stage.values()]
-    assert min(rates) > 0 and min(tiny["ms_per_step"] + tiny["memory_mb"]) > 0
+    assert min(rates) > 0
     end_to_end = tiny["stages"]["end to end"]["steps/s"]
     alone = tiny["clip_alone"]["frames_per_s"]["64"]
     assert tiny["end_to_end_of_clip_alone"] == pytest.approx(end_to_end / alone)

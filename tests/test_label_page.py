@@ -229,7 +229,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(frames, tmp_path, m
         other.listen()
         port = other.getsockname()[1]
         assert f"--port {port} is taken" in refused(port=port)
-    monkeypatch.setattr(label_page.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gradio", None)  # as if it were not installed
     assert "pip install .[label]" in refused()
     assert {name: (tmp_path / f"{name}.csv").read_bytes() for name in files} == files
     assert not list((tmp_path / "cartpole").iterdir())
@@ -445,3 +445,8 @@ def test_an_episode_is_a_clip_in_the_browser(browser, episodes, tmp_path):
         assert read(path) == {index: True}
         row = next(csv.DictReader(open(path, newline="")))
         assert row["unit"] == "episode" and row["dataset"] == "episodes"
+        path.write_bytes(spoiled := b"\xff\xfe\x00\x80")
+        index = shown(browser)
+        browser.find_element("id", "yes").click()
+        wait(lambda: "not a CSV file" in browser.find_element("tag name", "body").text)
+        assert shown(browser) == index and path.read_bytes() == spoiled

@@ -6,16 +6,15 @@ state, and pictures. The counterpart of poses.py and data.py's humanoid half.
     frames = draw("cartpole", states, 96, np.random.default_rng(0))         # [600, 96, 96, 3] uint8
 """
 
-import os
 import tomllib
+from pathlib import Path
 
 import numpy as np
 
 import egl_render
 from scenes import paint
 
-with open(os.path.join(os.path.dirname(__file__), "captions.toml"), "rb") as file:
-    WORDS = tomllib.load(file)
+WORDS = tomllib.loads(Path(__file__).with_name("captions.toml").read_text())
 CAPTIONS = WORDS["classic"]
 
 # Scene -> environment and whether it is the landscape
@@ -77,5 +76,4 @@ def draw(scene, states, size, rng):
     """Frames [B, size, size, 3] uint8; "mountain_varied" draws another landscape from rng."""
     env_id, textured = SCENES[scene]
     landscape = paint.mountain_scene(rng) if scene == "mountain_varied" else None
-    renderer = egl_render.ClassicRenderer(env_id, size, textured, landscape)
-    return renderer.render(states)
+    return egl_render.ClassicRenderer(env_id, size, textured, landscape).render(states)

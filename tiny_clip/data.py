@@ -37,12 +37,8 @@ IMAGE_SIZE = 64
 HUMANOID_CAPTIONS, WORDING = classic.WORDS["humanoid"], classic.WORDS["wording"]
 CAPTIONS = HUMANOID_CAPTIONS | classic.CAPTIONS
 CONCEPTS = tuple(CAPTIONS)
+SUBJECT = "a humanoid robot"  # the paper's
 BASELINES = ("robot", "cart", "mountain")  # true of every picture of their scenes
-
-
-def exact(caption):
-    """The caption with the paper's subject: "a humanoid robot kneeling"."""
-    return caption.format("a humanoid robot")
 
 
 def reworded(caption, rng):
@@ -52,7 +48,7 @@ def reworded(caption, rng):
         return options[rng.integers(len(options))]
 
     ends = WORDING["humanoid" if "{}" in caption else "classic"]
-    subject = pick(WORDING["subjects"]) if rng.random() < 0.5 else "a humanoid robot"
+    subject = pick(WORDING["subjects"]) if rng.random() < 0.5 else SUBJECT
     text = caption.format(subject)
     if rng.random() < 0.3:
         text = pick(ends["prefixes"]) + text
@@ -80,12 +76,7 @@ def degrees(facts):
     Continuous in the state on purpose: an agent in training passes through every half-way state and
     needs to be told which is nearer.
     """
-    f = facts
-
-    def worst(part):  # of the two sides
-        return np.minimum(f[f"right_{part}"], f[f"left_{part}"])
-
-    knees = []
+    f, knees = facts, []
     for side in ("right", "left"):
         shin_behind = f[f"{side}_knee_fwd"] - f[f"{side}_foot_fwd"]
         together = _ramp(-f[f"{side}_knee_out"], -0.42, -0.28)  # not those of the lotus position
@@ -100,14 +91,13 @@ def degrees(facts):
         lying_back=lying * _ramp(f["front"], 0.1, 0.75),
         lying_front=lying * _ramp(-f["front"], 0.1, 0.75),
         seated=_ramp(f["up"], 0.4, 0.85) * _ramp(-f["pelvis"], -0.4, -0.2),
-        hands_high=_ramp(worst("hand_z"), 0.0, 0.3),
+        hands_high=_ramp(np.minimum(f["right_hand_z"], f["left_hand_z"]), 0.0, 0.3),
     )
 
 
 def _row(name):
-    also = classic.WORDS["also_true"].get(name, {})
-    row = dict.fromkeys(CONCEPTS, 0.0) | {"robot": 1.0, name: 1.0} | also
-    return np.array([row[concept] for concept in CONCEPTS])
+    row = {"robot": 1.0, name: 1.0} | classic.WORDS["also_true"].get(name, {})
+    return np.array([row.get(concept, 0.0) for concept in CONCEPTS])
 
 
 def _family(concepts):
@@ -274,18 +264,15 @@ def _camera(scene, rng):
     )
 
 
-def _aim(renderer, camera):
-    """Point a renderer, bound to one camera, elsewhere: a new one costs a GL context."""
-    renderer.camera, view = camera, renderer._view
-    view.distance, view.azimuth, view.elevation = camera.distance, camera.azimuth, camera.elevation
-    view.lookat[:] = camera.lookat
-
-
 def draw_job(job):
     """One job's pictures [count, 3, 64, 64] uint8, truth and weight [count, C] float32."""
     rng = np.random.default_rng(job.seed)
-    if job.scene in classic.SCENES:
-        return _draw_classic(job, rng)
+    draw = _draw_classic if job.scene in classic.SCENES else _draw_humanoid
+    pictures, truth, weight = draw(job, rng)
+    return pictures, truth.astype(np.float32), weight.astype(np.float32)
+
+
+def _draw_humanoid(job, rng):
     qpos, truth, weight = draw_states(rng, job.count)
     cameras = [_camera(job.scene, rng) for _ in range(job.count)]
     for q, camera in zip(qpos, cameras, strict=True):
@@ -294,16 +281,18 @@ def draw_job(job):
     sizes = rng.choice(list(SIZES), job.count, p=list(SIZES.values()))
     sizes[: round(job.full * job.count)] = 480
     model = scene_model(job.scene, rng)
-    states = np.concatenate([qpos, np.zeros((job.count, model.nv))], 1)
+    states = np.pad(qpos, ((0, 0), (0, model.nv)))
     pictures = np.empty((job.count, 3, IMAGE_SIZE, IMAGE_SIZE), np.uint8)
     for size in sorted(set(sizes), reverse=True):  # full first: light changes the model
         quality = "full" if size == 480 else "light"
         renderer = egl_render.MujocoRenderer(model, int(size), quality=quality)
         for i in np.flatnonzero(sizes == size):
-            _aim(renderer, cameras[i])
+            renderer.camera = cameras[i]  # it is bound to one, and a new one costs a GL context
+            for name in egl_render.CAMERA_VALUES:
+                setattr(renderer._view, name, getattr(cameras[i], name))
             pictures[i] = shrink(renderer.render(states[i : i + 1]))[0]
         renderer.close()
-    return pictures, truth.astype(np.float32), weight.astype(np.float32)
+    return pictures, truth, weight
 
 
 def _draw_classic(job, rng):
@@ -311,11 +300,11 @@ def _draw_classic(job, rng):
     column = classic.truth_of(job.scene, states)
     truth = np.stack([column.get(concept, np.zeros(job.count)) for concept in CONCEPTS], 1)
     weight = np.tile(_family(classic.CAPTIONS), (job.count, 1))
-    pictures = np.empty((job.count, 3, IMAGE_SIZE, IMAGE_SIZE), np.uint8)
-    for rows in np.array_split(np.arange(job.count), max(1, job.count // 100)):
+    pictures = []
+    for part in np.array_split(states, max(1, job.count // 100)):
         size = int(rng.choice([*SIZES, 480], p=[*(0.95 * p for p in SIZES.values()), 0.05]))
-        pictures[rows] = shrink(classic.draw(job.scene, states[rows], size, rng))
-    return pictures, truth.astype(np.float32), weight.astype(np.float32)
+        pictures.append(shrink(classic.draw(job.scene, part, size, rng)))
+    return np.concatenate(pictures), truth, weight
 
 
 def shrink(frames):

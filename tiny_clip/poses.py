@@ -14,20 +14,16 @@ crossed arms cross some way in front of the chest.
 """
 
 import functools
-import os
 import tomllib
+from pathlib import Path
 
 import gymnasium
 import mujoco
 import numpy as np
 
-HUMANOID_XML = os.path.join(os.path.dirname(gymnasium.__file__), "envs/mujoco/assets/humanoid.xml")
-with open(os.path.join(os.path.dirname(__file__), "poses.toml"), "rb") as file:
-    PROMPTS, ARMS, TEMPLATES = tomllib.load(file).values()
-TASKS = {
-    name: dict(target_prompt=prompt, baseline_prompt="a humanoid robot")
-    for name, prompt in PROMPTS.items()
-}
+HUMANOID_XML = str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml")
+WORDS = tomllib.loads(Path(__file__).with_name("poses.toml").read_text())
+TASKS, ARMS, TEMPLATES = WORDS.values()  # TASKS: {pose: the paper's prompt}
 POSE_NAMES = (*TASKS, "lying_back", "lying_front", "squatting", "sitting", "crawling", "falling",
               "contorted")  # fmt: skip
 JOINTS = [f"abdomen_{axis}" for axis in "zyx"]  # and the legs, in the order of qpos[7:18]
@@ -56,16 +52,12 @@ def _statue():
     return model, mujoco.MjData(model)
 
 
-def _quat(axis, angle):
-    """Unit quaternion of a turn by angle (radians) about axis [3]."""
+def rotate(quat, axis, angle):
+    """Unit quaternion [4] turned further by angle (radians) about a world axis [3]."""
     axis = np.asarray(axis, np.float64)
-    return np.r_[np.cos(angle / 2), np.sin(angle / 2) * axis / max(np.linalg.norm(axis), 1e-12)]
-
-
-def _mul(a, b):
-    """Quaternion product: turn by b, then by a."""
+    by = np.r_[np.cos(angle / 2), np.sin(angle / 2) * axis / max(np.linalg.norm(axis), 1e-12)]
     out = np.empty(4)
-    mujoco.mju_mulQuat(out, a, b)
+    mujoco.mju_mulQuat(out, by, quat)
     return out
 
 
@@ -116,15 +108,15 @@ def _draw(name, rng):
     tilt = np.radians(3 * template.get("jitter", 1.0) * rng.normal(size=2))
     pitch, roll = np.radians(template.get("pitch", 0)) + tilt[0], tilt[1]
     qpos[7:] = np.clip(angles, ranges[:, 0], ranges[:, 1])
-    qpos[3:7] = _mul(_quat([1, 0, 0], roll), _quat([0, 1, 0], pitch))
+    qpos[3:7] = rotate(rotate([1, 0, 0, 0], [0, 1, 0], pitch), [1, 0, 0], roll)
     if template.get("balance"):  # turned until the centre of mass is above what it stands on
         lean = _lean(*_at(qpos))
         angle = np.arctan2(np.hypot(lean[0], lean[1]), lean[2])
-        qpos[3:7] = _mul(_quat(np.cross(lean, [0, 0, 1]), angle), qpos[3:7])
-        qpos[3:7] = _mul(_quat(rng.normal(size=3) * [1, 1, 0], np.radians(1.5)), qpos[3:7])
+        qpos[3:7] = rotate(qpos[3:7], np.cross(lean, [0, 0, 1]), angle)
+        qpos[3:7] = rotate(qpos[3:7], rng.normal(size=3) * [1, 1, 0], np.radians(1.5))
     if name == "falling":
         way, tilt = rng.uniform(0, 2 * np.pi), rng.uniform(np.radians(25), np.radians(60))
-        qpos[3:7] = _mul(_quat([np.cos(way), np.sin(way), 0], tilt), qpos[3:7])
+        qpos[3:7] = rotate(qpos[3:7], [np.cos(way), np.sin(way), 0], tilt)
     return _mirror(qpos) if rng.random() < 0.5 else qpos
 
 
@@ -148,19 +140,19 @@ def _settled(name, rng, tries=200):
         start = _draw(name, rng)
         qpos = put_down(start.copy())
         if name == "falling":
-            qpos = put_down(qpos, rng.uniform(0, 0.05))
-            if CHECKS[name](describe(qpos[None]))[0]:
-                return qpos
-            continue
-        mujoco.mj_resetData(model, data)
-        model.qpos_spring[:] = data.qpos[:] = qpos
-        mujoco.mj_step(model, data, SETTLE_STEPS * (2 if name == "contorted" else 1))
-        qpos = put_down(data.qpos.copy())
+            put_down(qpos, rng.uniform(0, 0.05))
+        else:
+            mujoco.mj_resetData(model, data)
+            model.qpos_spring[:] = data.qpos[:] = qpos
+            mujoco.mj_step(model, data, SETTLE_STEPS * (2 if name == "contorted" else 1))
+            qpos = put_down(data.qpos.copy())
         facts = describe(qpos[None])
         if name == "contorted":
-            if not any(check(facts)[0] for check in LOOKS_LIKE.values()):
-                return qpos
-        elif CHECKS[name](facts)[0] and np.abs(qpos[7:] - start[7:]).max() < np.radians(25):
+            good = not any(check(facts)[0] for check in LOOKS_LIKE.values())
+        else:
+            moved = np.abs(qpos[7:] - start[7:]).max()
+            good = CHECKS[name](facts)[0] and moved < np.radians(25)
+        if good:
             return qpos
     raise RuntimeError(f"no sample of {name!r} passed its check in {tries} tries")
 
@@ -168,7 +160,7 @@ def _settled(name, rng, tries=200):
 def _face(qpos, yaw, shift):
     """qpos [24] turned to heading yaw (radians) with the torso at shift [2] (m)."""
     out = qpos.copy()
-    out[3:7] = _mul(_quat([0, 0, 1], yaw), qpos[3:7])
+    out[3:7] = rotate(qpos[3:7], [0, 0, 1], yaw)
     out[:2] = shift
     return out
 
@@ -177,7 +169,7 @@ def turn_to(qpos, yaw):
     """Turn qpos [24] in place until it heads for yaw (radians; 0 is +x); returns it."""
     w, x, y, z = qpos[3:7]
     heading = np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
-    qpos[3:7] = _mul(_quat([0, 0, 1], yaw - heading), qpos[3:7])
+    qpos[3:7] = rotate(qpos[3:7], [0, 0, 1], yaw - heading)
     return qpos
 
 

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 # Threads that wait for each other in a busy loop make everything five times slower when another
 # process wants the cores too; it must be said before torch is imported.
@@ -32,11 +33,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tiny_clip import data
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = Path(__file__).resolve().parent
+CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 MEAN, STD = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
 # Cosines are the reward, so they should use their range: the scale stays low, or the network could
 # tell everything apart within a few hundredths.
@@ -58,30 +60,26 @@ def training_jobs(pictures, seed, shares):
     ]
 
 
-class Captions:
-    """Every concept's captions with rewordings, as tokens, and draws from them."""
-
-    def __init__(self, seed):
-        rng = np.random.default_rng(seed)
-        tokenizer = open_clip.SimpleTokenizer(context_length=32)
-        self.exact = tokenizer([data.exact(lines[0]) for lines in data.CAPTIONS.values()])
-        self.pools = [
-            tokenizer([data.reworded(line, rng) for line in lines for _ in range(REWORDINGS)]
-                      + [data.exact(line) for line in lines] * (REWORDINGS // 3))
-            for lines in data.CAPTIONS.values()
-        ]  # fmt: skip
-        index = torch.arange(len(self.pools))
-        self.concepts = torch.cat([index, index.repeat_interleave(CAPTIONS_PER_STEP)])
-        self.weights = torch.ones(len(self.concepts))
-        self.weights[: len(index)] = EXACT_WEIGHT
-
-    def draw(self, generator):
-        """(tokens [P, 32], concept of each [P], weight of each [P])."""
+def caption_draws(seed, generator):
+    """Every concept's first caption and some of the others, reworded, anew without end: (tokens [P,
+    32], concept of each [P], weight of each [P])."""
+    rng = np.random.default_rng(seed)
+    tokenizer = open_clip.SimpleTokenizer(context_length=32)
+    exact = tokenizer([lines[0].format(data.SUBJECT) for lines in data.CAPTIONS.values()])
+    pools = [
+        tokenizer([data.reworded(line, rng) for line in lines for _ in range(REWORDINGS)]
+                  + [line.format(data.SUBJECT) for line in lines] * (REWORDINGS // 3))
+        for lines in data.CAPTIONS.values()
+    ]  # fmt: skip
+    index = torch.arange(len(pools))
+    concepts = torch.cat([index, index.repeat_interleave(CAPTIONS_PER_STEP)])
+    weights = torch.where(torch.arange(len(concepts)) < len(index), EXACT_WEIGHT, 1.0)
+    while True:
         drawn = [
             pool[torch.randint(len(pool), (CAPTIONS_PER_STEP,), generator=generator)]
-            for pool in self.pools
+            for pool in pools
         ]
-        return torch.cat([self.exact, *drawn]), self.concepts, self.weights
+        yield torch.cat([exact, *drawn]), concepts, weights
 
 
 def normalised(pictures):
@@ -135,22 +133,6 @@ def loss_of(model, pictures, truth, weight, captions):
     return loss / target_weight.sum() + uneven
 
 
-def save(model, config, folder, history):
-    """Write the folder that open_clip loads as local-dir:FOLDER; history (list of str: one training
-    each) goes beside the weights, for the model card."""
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, "open_clip_config.json"), "w") as file:
-        file.write(config)
-    state = {
-        key: (value.half() if value.is_floating_point() else value).contiguous()
-        for key, value in model.state_dict().items()
-    }
-    metadata = {"format": "pt", "history": json.dumps(history)}
-    path = os.path.join(folder, "open_clip_model.safetensors")
-    save_file(state, path, metadata)
-    os.chmod(path, 0o644)  # safetensors keeps files to their owner
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
@@ -158,11 +140,11 @@ def main():
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.62, 0.23, 0.15],
                         help=f"of the pictures in the scenes {', '.join(data.SCENES)}")  # fmt: skip
-    parser.add_argument("--init", help="folder of a model to go on with")
+    parser.add_argument("--init", type=Path, help="folder of a model to go on with")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--workers", type=int, default=2, help="processes that draw")
-    parser.add_argument("--out", default=HERE, help="folder of the model")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the model")
     args = parser.parse_args()
     started = time.time()
 
@@ -180,15 +162,13 @@ def main():
     model = open_clip.create_model(f"local-dir:{source}", load_weights=args.init is not None)
     model = model.to(memory_format=torch.channels_last)
     if args.init:
-        with safe_open(os.path.join(source, "open_clip_model.safetensors"), "pt") as file:
+        with safe_open(source / WEIGHTS, "pt") as file:
             history = json.loads(file.metadata()["history"])
-    with open(os.path.join(source, "open_clip_config.json")) as file:
-        config = file.read()
     # an exponential average, faster at first
     average = AveragedModel(
         model, avg_fn=lambda old, new, n: old + (new - old) * max(0.005, 10 / (n + 10))
     )
-    captions = Captions(args.seed)
+    captions = caption_draws(args.seed, generator)
     matrices = [p for n, p in model.named_parameters() if p.ndim >= 2 and "embedding" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embedding" in n]
     optimizer = torch.optim.AdamW(
@@ -208,7 +188,7 @@ def main():
         for rows in order[: steps // args.epochs * args.batch_size].split(args.batch_size):
             model.train()
             batch = augmented(pictures[rows], generator)
-            loss = loss_of(model, batch, truth[rows], weight[rows], captions.draw(generator))
+            loss = loss_of(model, batch, truth[rows], weight[rows], next(captions))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -228,7 +208,16 @@ def main():
         f"lr {args.lr}, init {args.init}: {(time.time() - started) / 60:.0f} minutes on "
         f"{os.cpu_count()} cores, {datetime.date.today()}"
     )
-    save(average.module, config, args.out, history)
+    config = (source / CONFIG).read_text()
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / CONFIG).write_text(config)
+    state = {
+        key: (value.half() if value.is_floating_point() else value).contiguous()
+        for key, value in average.module.state_dict().items()
+    }
+    # the trainings so far go beside the weights, for the model card
+    save_file(state, args.out / WEIGHTS, {"format": "pt", "history": json.dumps(history)})
+    (args.out / WEIGHTS).chmod(0o644)  # safetensors keeps files to their owner
     say(f"wrote {args.out}; its held-out figures: tiny_clip/evaluate.py")
 
 
