@@ -64,16 +64,16 @@ lint: setup
 tensorboard: setup
 	$(PY) -m tensorboard.main --logdir runs
 
-# Train the embedded CLIP again (71 minutes on two busy cores) and write its model card. The second
-# command goes on with more pictures of the plain scene, which had come too short; the third with
-# CartPole and MountainCar.
+# Train the embedded CLIP again (71 minutes on two busy cores) and measure it. The second command
+# goes on with more pictures of the plain scene, which had come too short; the third with CartPole
+# and MountainCar.
 tiny_clip: setup
 	$(PY) tiny_clip/train.py
 	$(PY) tiny_clip/train.py --init tiny_clip --seed 2 --pictures 12000 --shares 0.3 0.2 0.5 \
 		--epochs 5 --lr 5e-4
 	$(PY) tiny_clip/train.py --init tiny_clip --seed 3 --pictures 30000 --epochs 5 --lr 7e-4 \
 		--shares 0.16 0.12 0.12 0.22 0.12 0.06 0.07 0.08 0.05
-	$(PY) tiny_clip/evaluate.py
+	$(PY) tiny_clip/evaluate.py > tiny_clip/figures.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

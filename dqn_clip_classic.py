@@ -215,8 +215,7 @@ class QNetwork(nn.Module):
         return self.net(observations)
 
     def outputs(self, observations):
-        """[B, O] -> the observations and what every layer makes of them, the values [B, A] last.
-        (ReLU works in place: its input is lost, but positive where its output is.)"""
+        """[B, O] -> the observations and what every layer makes of them, the values [B, A] last."""
         outputs = [observations]
         for layer in self.net:
             outputs.append(layer(outputs[-1]))
@@ -231,7 +230,7 @@ class QNetwork(nn.Module):
             if isinstance(layer, nn.Linear):
                 gradients += [gradient.sum(0), gradient.T @ x]
                 gradient = gradient @ layer.weight if i else None
-            elif isinstance(layer, nn.ReLU):
+            elif isinstance(layer, nn.ReLU):  # in place: x is positive where its input was
                 gradient = torch.ops.aten.threshold_backward(gradient, x, 0)
             else:  # layer norm: weight * normal + bias
                 variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)

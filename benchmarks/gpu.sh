@@ -59,7 +59,7 @@ else
     piece updates 60 updates.py --device "$DEVICE" --rows plain
     piece overlap 60 pipeline.py --scorer-ms 1.6 --rollouts 2
     model ViT-bigG-14 150 --batches 64 256 --num-envs 16
-    piece updates_compiled 120 updates.py --device "$DEVICE" --rows compiled captured
+    piece updates_compiled 120 updates.py --device "$DEVICE" --rows compiled
     draw draw_light_by_4 light "$DEVICE" "$DEVICE" "$DEVICE" "$DEVICE"
     model ViT-B-32 60 --batches 256
 fi

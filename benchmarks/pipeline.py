@@ -17,9 +17,8 @@ ms: ViT-bigG-14 on one H200), first alone and then in a run with one update per 
 
     python benchmarks/pipeline.py --scorer-ms 1.6 --json overlap.json
 
-All other flags are the training script's. Defaults: the embedded CLIP at its own resolution and the
-paper's update ratio: with SAC 100 updates of 512 transitions per rollout of 32 x 100 steps; for
-CartPole and MountainCar with DQN 200 updates of 64 per 200 steps, in rollouts of 8 x 200 steps.
+All other flags are the training script's. Defaults: the embedded CLIP at its own resolution, and
+the paper's update ratio (how many environments share a rollout is only how much comes at once).
 """
 
 import functools
@@ -48,8 +47,6 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = "--target-prompt words --clip-model local-dir:tiny_clip --render-size 64 --allow-slow"
-# The paper's update ratio. How many environments share a rollout changes only how many pictures
-# the reward workers get at once.
 SAC = "--num-envs 32 --episode-length 100 --gradient-steps 100 --batch-size 512"
 DQN = "--num-envs 8 --episode-length 200 --gradient-steps 1600 --batch-size 64"
 

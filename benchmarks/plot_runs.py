@@ -1,4 +1,4 @@
-"""Draw one scalar of several runs against environment steps, and print how each ended.
+r"""Draw one scalar of several runs against environment steps, and print how each ended.
 
     python benchmarks/plot_runs.py runs/HalfCheetah* --scalar charts/episodic_return \
         --last 10 --out docs/halfcheetah.png
@@ -7,27 +7,11 @@ Thin lines are runs, the thick one is their mean where all have a value.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
-
-
-@dataclass
-class Args:
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """run folders"""
-    scalar: str = "charts/clip_reward"
-    """which scalar"""
-    last: int = 10
-    """how many values at the end to average"""
-    title: str = ""
-    """written above the picture"""
-    out: Path | None = None
-    """PNG to write"""
 
 
 def read(run, scalar):
@@ -41,13 +25,27 @@ def read(run, scalar):
     return np.array([(e.step, e.value) for e in events.Scalars(scalar)]).T
 
 
-def main():
-    args = tyro.cli(Args, description=__doc__)
-    curves = {run.name: read(run, args.scalar) for run in args.runs}
+def main(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    scalar: str = "charts/clip_reward",
+    last: int = 10,
+    title: str = "",
+    out: Path | None = None,
+) -> None:
+    """Print, and draw if asked to.
+
+    Args:
+        runs: run folders
+        scalar: which scalar
+        last: how many values at the end to average
+        title: written above the picture
+        out: PNG to write
+    """
+    curves = {run.name: read(run, scalar) for run in runs}
     for name, (steps, values) in curves.items():
-        end = f"mean of the last {args.last}: {values[-args.last :].mean():.4g}"
+        end = f"mean of the last {last}: {values[-last:].mean():.4g}"
         print(f"{name}: {steps[-1]:,.0f} steps, {end}, largest {values.max():.4g}")
-    if args.out is None:
+    if out is None:
         return
     figure = Figure((6, 3.6), layout="constrained")
     axes = figure.subplots()
@@ -57,11 +55,11 @@ def main():
     grid = np.linspace(begin, min(steps[-1] for steps, _ in curves.values()), 300)
     mean = np.mean([np.interp(grid, *curve) for curve in curves.values()], axis=0)
     axes.plot(grid, mean, lw=2, color="black", label="mean")
-    axes.set(xlabel="environment steps", ylabel=args.scalar, title=args.title)
+    axes.set(xlabel="environment steps", ylabel=scalar, title=title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(title="seed", frameon=False, loc="outside right upper")  # beside the curves
-    figure.savefig(args.out, dpi=130)
+    figure.savefig(out, dpi=130)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

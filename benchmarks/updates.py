@@ -1,23 +1,21 @@
 """Updates per second of SAC and DQN: the scripts' own functions, with sampling from their replay.
 
-    python benchmarks/updates.py                          # plain, compiled and, on CUDA, captured
+    python benchmarks/updates.py                          # plain, and as with --compile
     python benchmarks/updates.py --rows plain --sb3       # pip install stable-baselines3
     python benchmarks/updates.py --device cuda --json updates.json
 
 SAC with Humanoid's observations and actions and 512 transitions an update, DQN with CartPole's and
-64, both with the scripts' networks. Everything is measured in turn, round after round in the same
-process, so that what else the machine does hits all alike; the numbers are medians over rounds, the
-ratios to stable-baselines3 medians of each round's ratio.
+64, both with the scripts' networks. All are measured in turn, round after round in one process, so
+that what else the machine does hits all alike; numbers are medians over rounds, ratios to
+stable-baselines3 medians of each round's ratio.
 """
 
-import dataclasses
 import functools
-import json
 import os
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
 from typing import Literal
 
@@ -32,21 +30,6 @@ import numpy as np
 import torch
 import tyro
 # isort: on
-
-
-@dataclass
-class Args:
-    rows: tuple[Literal["plain", "compiled", "captured"], ...] = ()
-    """plain: as by default; compiled: as with --compile on the CPU; captured: as with --compile on
-    CUDA, one CUDA graph; default: all that the device has"""
-    sb3: bool = False
-    """also measure stable-baselines3's train()"""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    """where the networks and the replay buffer are"""
-    rounds: int = 15
-    """rounds of all rows in turn"""
-    json: Path | None = None
-    """also write the results to this file"""
 
 
 REPLAY = 25_600  # transitions in every buffer
@@ -85,8 +68,6 @@ def make_train(algorithm, device, row):
     width, space, batch_size = SPACES[algorithm]
     update, buffer = make(script.Args(compile=row != "plain"), width, space, torch.device(device))
     if row == "compiled":
-        update = torch.compile(update, dynamic=False)
-    if row == "captured":
         update = clip_reward.compile_update(update, torch.device(device))
 
     def train(updates):
@@ -118,48 +99,59 @@ def make_sb3(algorithm, device):
     return functools.partial(model.train, batch_size=batch_size)
 
 
-def measure(args, algorithm, rows):
+def measure(algorithm, rows, device, rounds):
     """-> {row: updates/s of every round [rounds], with the number of threads that suits it best}"""
-    trains = {row: make_train(algorithm, args.device, row) for row in rows}
-    if args.sb3:
-        trains["sb3"] = make_sb3(algorithm, args.device)
-    updates = 200 if args.device != "cpu" else 6 if algorithm == "SAC" else 60
+    trains = {
+        row: make_sb3(algorithm, device) if row == "sb3" else make_train(algorithm, device, row)
+        for row in rows
+    }
+    updates = 200 if device != "cpu" else 6 if algorithm == "SAC" else 60
     rates = {row: {count: [] for count in {1, os.cpu_count()}} for row in trains}
-    for _ in range(1 + args.rounds):
+    for _ in range(1 + rounds):
         for row, by_count in rates.items():
             for count, speeds in by_count.items():
                 torch.set_num_threads(count)
                 start = time.perf_counter()
                 trains[row](updates)
                 speeds.append(updates / (time.perf_counter() - start))
-    # the first round compiles, captures and warms up
-    rounds = {row: [speeds[1:] for speeds in by_count.values()] for row, by_count in rates.items()}
-    return {row: max(speeds, key=np.median) for row, speeds in rounds.items()}
+    # the first round compiles and warms up
+    rates = {row: [speeds[1:] for speeds in by_count.values()] for row, by_count in rates.items()}
+    return {row: max(speeds, key=np.median) for row, speeds in rates.items()}
 
 
-def main():
-    args = tyro.cli(Args, description=__doc__)
-    on_cuda = torch.device(args.device).type == "cuda"
-    rows = args.rows or ("plain", "compiled", "captured")[: 3 if on_cuda else 2]
-    if "captured" in rows and not on_cuda:
-        sys.exit(f"error: --rows captured is for CUDA graphs, not for --device {args.device}")
-    device = torch.cuda.get_device_name(args.device) if on_cuda else "cpu"
-    machine = f"{device}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
-    result = {"machine": machine, "args": dataclasses.asdict(args), "updates_per_second": {}}
-    print(f"{machine}; medians of {args.rounds} rounds")
+def main(
+    rows: tuple[Literal["plain", "compiled"], ...] = ("plain", "compiled"),
+    sb3: bool = False,
+    device: str = "cuda" if torch.cuda.is_available() else "cpu",
+    rounds: int = 15,
+    json: Path | None = None,
+) -> None:
+    """Measure, print, write.
+
+    Args:
+        rows: plain: as by default; compiled: as with --compile, on CUDA one CUDA graph
+        sb3: also measure stable-baselines3's train()
+        device: where the networks and the replay buffer are
+        rounds: rounds of all rows in turn
+        json: also write the results to this file
+    """
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    machine = f"{name}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+    result = {"machine": machine, "updates_per_second": {}}
+    print(f"{machine}; medians of {rounds} rounds")
     for algorithm in SPACES:
-        rates = measure(args, algorithm, rows)
+        rates = measure(algorithm, (*rows, *["sb3"] * sb3), device, rounds)
         table = result["updates_per_second"][algorithm] = {}
         for row, values in rates.items():
             table[row] = float(np.median(values))
             line = f"{algorithm} {row:>10} {table[row]:>8.1f} updates/s"
-            if args.sb3 and row != "sb3":
+            if sb3 and row != "sb3":
                 table[f"{row} / sb3"] = ratio = float(np.median(np.divide(values, rates["sb3"])))
                 line += f"   {ratio:.2f} times stable-baselines3"
             print(line, flush=True)
-        if args.json:  # a time limit during the other algorithm takes away no more than that
-            args.json.write_text(json.dumps(result, indent=2, default=str))
+        if json:  # a time limit during the other algorithm takes away no more than that
+            json.write_text(dumps(result, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -5,10 +5,9 @@
 
 Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
 judges its videos (appendix on the humanoid's tasks), put into numbers with MuJoCo's geometry and
-contacts. They share no code with the pose library in tiny_clip/, but where a limit had to be drawn
-between two tasks, or between kneeling and toppling, it was drawn by looking at samples of that
-library and at frames of a training run. They are strict about what the words say and lenient about
-style: where the arms are while it kneels, how straight it stands, whether it rocks.
+contacts. They share no code with the pose library in tiny_clip/, but limits were drawn by looking
+at its samples and at frames of a training run: strict about what the words say, lenient about
+style (where the arms are while it kneels, how straight it stands, whether it rocks).
 """
 
 from __future__ import annotations

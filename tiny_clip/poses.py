@@ -7,10 +7,8 @@
 
 A pose is a few templates (poses.toml): joint angles in degrees as humanoid.xml names them, which
 every sample jitters, mirrors half of the time, puts on the floor and lets settle in MuJoCo with the
-joints held by springs. The angles were found by searching the joint ranges for where the hands,
-knees and feet have to be. The body has no wrists and no ankles and narrow hips, hence the legs of
-the side splits open to 126 degrees, the knees of the lotus stay 12 to 18 cm above the floor and
-crossed arms cross some way in front of the chest.
+joints held by springs. The body has no wrists and no ankles and narrow hips: legs split to 126
+degrees, lotus knees stay 12 to 18 cm above the floor, arms cross in front of the chest.
 """
 
 import functools

@@ -6,7 +6,7 @@
     python tiny_clip/train.py --init tiny_clip --seed 3 --pictures 30000 --epochs 5 --lr 7e-4 \\
         --shares 0.16 0.12 0.12 0.22 0.12 0.06 0.07 0.08 0.05    # CartPole and MountainCar as well
     python tiny_clip/train.py --pictures 4800 --epochs 10 --out /tmp/try    # a quick try
-    python tiny_clip/evaluate.py                    # held-out figures, writes the model card
+    python tiny_clip/evaluate.py > tiny_clip/figures.md                     # held-out figures
 
 Writes open_clip_config.json and open_clip_model.safetensors (half precision): a folder that
 open_clip loads as `local-dir:tiny_clip`. The loss is SigLIP's (a sigmoid for every pair of picture
@@ -14,8 +14,6 @@ and caption), with soft targets from data.py instead of "this caption belongs to
 """
 
 import argparse
-import datetime
-import json
 import os
 import sys
 import time
@@ -29,7 +27,6 @@ import numpy as np
 import open_clip
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -158,12 +155,9 @@ def main():
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     torch.set_num_threads(2)
-    source, history = args.init or HERE, []
+    source = args.init or HERE
     model = open_clip.create_model(f"local-dir:{source}", load_weights=args.init is not None)
     model = model.to(memory_format=torch.channels_last)
-    if args.init:
-        with safe_open(source / WEIGHTS, "pt") as file:
-            history = json.loads(file.metadata()["history"])
     # an exponential average, faster at first
     average = AveragedModel(
         model, avg_fn=lambda old, new, n: old + (new - old) * max(0.005, 10 / (n + 10))
@@ -203,11 +197,6 @@ def main():
     # batch norm's statistics, over shuffled, plain pictures: the scenes' differ
     shuffled = torch.randperm(len(pictures), generator=generator)[: 60 * 256].split(256)
     update_bn((normalised(pictures[rows]) for rows in shuffled), average)
-    history.append(
-        f"seed {args.seed}, {len(pictures)} pictures, shares {args.shares}, {args.epochs} epochs, "
-        f"lr {args.lr}, init {args.init}: {(time.time() - started) / 60:.0f} minutes on "
-        f"{os.cpu_count()} cores, {datetime.date.today()}"
-    )
     config = (source / CONFIG).read_text()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / CONFIG).write_text(config)
@@ -215,8 +204,7 @@ def main():
         key: (value.half() if value.is_floating_point() else value).contiguous()
         for key, value in average.module.state_dict().items()
     }
-    # the trainings so far go beside the weights, for the model card
-    save_file(state, args.out / WEIGHTS, {"format": "pt", "history": json.dumps(history)})
+    save_file(state, args.out / WEIGHTS, {"format": "pt"})
     (args.out / WEIGHTS).chmod(0o644)  # safetensors keeps files to their owner
     say(f"wrote {args.out}; its held-out figures: tiny_clip/evaluate.py")
 
