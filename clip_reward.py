@@ -469,9 +469,8 @@ class Scorer:
     def wait_ready(self):
         """Wait for renderer and model -> one line on what they run on."""
         self.loading.result()
-        drawn_by = getattr(self.renderers.get(None), "description", "")
-        line = f"reward worker on {self.device}"
-        return f"{line}, pictures by {drawn_by}" if drawn_by else line
+        drawn_by = getattr(self.renderers.get(None), "description", "somebody else")
+        return f"reward worker on {self.device}, pictures by {drawn_by}"
 
     def submit(self, kind, batch, size=None):
         """Start one chunk: "states" [B, S] or "frames" [B, H, W, 3] -> Future of (rewards [B]
@@ -531,8 +530,7 @@ class Scorer:
 
 def _serve(connection, device, make_renderer, make_reward):
     """A worker process: answers come in the order of what was sent, "ready" before all."""
-    # Ctrl-C and a SIGTERM to the whole group are the parent's business, which may want one more
-    # rollout scored before it closes us
+    # Ctrl-C and a SIGTERM to the whole group are for the parent, which may want one more rollout
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if device == "cpu":  # whatever the number of workers, the same sums in the same order
@@ -857,8 +855,8 @@ def load_args(run_dir, Args):
 
 
 def parse_args(Args, description):
-    """The command line; with --resume on top of the flags that the run was started with. From here
-    on a UsageError ends the program with one line and exit code 2."""
+    """The command line, with --resume on top of the run's own flags. From here on a UsageError ends
+    the program with one line and exit code 2."""
     import tyro
 
     def excepthook(kind, error, trace):
@@ -951,7 +949,7 @@ def load_judge(args):
         return None
     from evaluation import judges
 
-    judge = judges.load_judge(args.judge, args.env_id)
+    judge = judges.find_task(args.judge, args.env_id).judge
     return lambda states: np.mean([judge(row) for row in states], 0) >= judges.THRESHOLD
 
 

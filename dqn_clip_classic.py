@@ -97,16 +97,11 @@ class Args(clip_reward.RunArgs):
     """steps between videos, and one at the end; 0: none"""
 
 
-# ------------------------------------------------------------------------------ environments
-
-
 class CartPoleTask(gym.Wrapper):
-    """CartPole that goes on after the pole has fallen: the cart stops at the ends of the track, the
-    angle is kept in [-pi, pi]. The reward is 1 for every step that is not a failure by Gymnasium's
-    rule (12 degrees, or off the track); an episode without any is a success.
-
-    An early end would tell the agent about the task (section 4.1 of the paper).
-    """
+    """CartPole that goes on after the pole has fallen, since an early end would tell about the task
+    (section 4.1 of the paper): the cart stops at the ends of the track, the angle is kept in [-pi,
+    pi]. The reward is 1 for every step that is not a failure by Gymnasium's rule (12 degrees, or
+    off the track); an episode without any is a success."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -195,9 +190,6 @@ def check_args(args: Args) -> None:
         raise UsageError("--terminate tells about the task: only with --reward ground-truth")
     args.render.check()
     args.reward.check(frames=args.total_timesteps)
-
-
-# ------------------------------------------------------------------------------ network
 
 
 class QNetwork(nn.Module):

@@ -109,9 +109,6 @@ def quiet_mujoco():
     warnings.filterwarnings("ignore", ".* is deprecated", UserWarning)  # MjSpec.compile's way
 
 
-# ------------------------------------------------------------------------------ flags, cameras
-
-
 @dataclass
 class RenderArgs:
     """Flags about what CLIP sees."""
@@ -540,12 +537,9 @@ class ClassicRenderer:
         self._native.blit(sprite, sprite.get_rect(center=(round(x), round(y))))
 
 
-# ------------------------------------------------------------------------------ videos
-
-
 def write_video(path, frames, fps):
-    """Write frames [T, H, W, 3] uint8 as H.264 mp4 (through a temporary file, so that a reader
-    never meets half of one). Odd heights and widths lose a line: the codec wants even ones."""
+    """Write frames [T, H, W, 3] uint8 as H.264 mp4, renamed into place when it is whole. Odd
+    heights and widths lose a line: the codec wants even ones."""
     import imageio.v2 as imageio
 
     path = Path(path)
@@ -557,11 +551,8 @@ def write_video(path, frames, fps):
 
 
 def add_video(writer, tag, frames, step, fps):
-    """Put frames [T, H, W, 3] uint8 into a TensorBoard event file as an animated picture.
-
-    SummaryWriter.add_video drops the video without a word when it does not like the installed
-    moviepy; TensorBoard itself only wants a GIF in an image summary.
-    """
+    """Put frames [T, H, W, 3] uint8 into a TensorBoard event file as an animated picture: add_video
+    drops a video without a word when it does not like the installed moviepy."""
     import imageio.v2 as imageio
     from tensorboard.compat.proto.summary_pb2 import Summary
 

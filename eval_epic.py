@@ -228,9 +228,6 @@ def results_folder(path):
     return folder
 
 
-# ------------------------------------------------------------------------------ collect
-
-
 @dataclass
 class Look(egl_render.RenderArgs):
     """How its pictures are drawn. What is not given is as the run had it (or as for training)."""
@@ -354,9 +351,6 @@ def rewards_of(args: clip_reward.RewardArgs, alphas, make_renderer, states):
     return dict(zip(alphas, np.concatenate(rewards).T.astype(np.float64)))
 
 
-# ------------------------------------------------------------------------------ epic
-
-
 def labels_of(source, dataset, task):
     """What `source` ("judge", "env", or a CSV file of a person's labels, which may be on whole
     episodes) knows of each state: ([N] float64, nan where nothing; {episode: bool})."""
@@ -423,9 +417,6 @@ def epic(dataset: Path, reward: Rewards, labels: str = "judge", judge: str | Non
     print(f"wrote {out}/epic.csv, epic_alpha.png, epic_scaling.png, histograms.png")
 
 
-# ------------------------------------------------------------------------------ sheet
-
-
 def sheet(dataset: Path, judge: str | None = None, count: int = 20) -> None:
     """Pictures of a dataset, and of states that judges accept (green frames) and reject (red), to
     check at a glance, in a new folder sheets beside it.
@@ -453,9 +444,6 @@ def sheet(dataset: Path, judge: str | None = None, count: int = 20) -> None:
             cells = map(figures.framed, frames, words, (verdict[row] for row in rows))
             figures.write_sheet(out / f"{name}.png", list(cells))
     print(f"wrote {out}")
-
-
-# ------------------------------------------------------------------------------ success
 
 
 def play(run, checkpoint, compare, episodes, judge):
@@ -565,15 +553,11 @@ def judge_episodes(source, dataset, verdicts, answers, own_rule):
     return table
 
 
-# ------------------------------------------------------------------------------ landscape
-
-
-GOAL = egl_render.MOUNTAIN_GOALS["MountainCar-v0"]
 SWEEPS = (  # one coordinate from end to end, all others are zero
     # environment, textured, its name and unit, from, to, index in the state, where the goal is
     ("CartPole-v1", False, "pole angle (rad)", -np.pi, np.pi, 2, 0.0),
-    ("MountainCar-v0", False, "position", -1.2, 0.6, 0, GOAL),
-    ("MountainCar-v0", True, "position", -1.2, 0.6, 0, GOAL),
+    ("MountainCar-v0", False, "position", -1.2, 0.6, 0, 0.5),
+    ("MountainCar-v0", True, "position", -1.2, 0.6, 0, 0.5),
 )
 
 
@@ -613,9 +597,6 @@ def landscape(
     figures.draw_landscape(picture, list(panels.values()))
     datasets.write_csv(file, rows[0], rows)
     print(f"wrote {picture} and {file}")
-
-
-# ------------------------------------------------------------------------------ label
 
 
 def label(

@@ -129,9 +129,6 @@ def check_env(env_id: str) -> Literal["states", "frames"]:
     return "states" if has_state else "frames"
 
 
-# ------------------------------------------------------------------------------ environment
-
-
 class AbsorbingGoal(gym.Wrapper):
     """The car stays where it reaches the goal, and is paid nothing more; `info` has "success"."""
 
@@ -211,9 +208,6 @@ def make_renderer(args: Args, size: int | None = None):
     model = egl_render.textured_model(env.fullpath) if args.render.textured else env.model
     camera = egl_render.choose_camera(args.render, env)
     return egl_render.MujocoRenderer(model, size, camera, args.render.render_quality)
-
-
-# ------------------------------------------------------------------------------ networks
 
 
 class RunningNorm(nn.Module):
@@ -306,9 +300,6 @@ class Actor(nn.Module):
         observations = torch.as_tensor(observations, dtype=torch.float32)
         mean, _ = self(observations.to(self.action_scale.device))
         return self.to_env(torch.tanh(mean))
-
-
-# ------------------------------------------------------------------------------ replay and updates
 
 
 class ReplayBuffer(clip_reward.Rings):
@@ -446,16 +437,12 @@ if __name__ == "__main__":
     if args.compile:
         learn = clip_reward.compile_update(learn, device)
 
-    # Replay buffer: on the GPU if that leaves half of what is free there once CLIP is loaded.
+    rollouts = min(args.buffer_size, args.total_timesteps + T * N - 1) // (T * N)
+    buffer = ReplayBuffer(rollouts, T, N, observation_dim, action_dim, device)
     if pool:
         print(*pool.wait_ready().description, sep="\n")
-    rollouts = min(args.buffer_size, args.total_timesteps + T * N - 1) // (T * N)
-    buffer_bytes = 4 * rollouts * N * ((T + 1) * observation_dim + T * (action_dim + 1))
-    fits = device.type == "cuda" and buffer_bytes < torch.cuda.mem_get_info()[0] / 2
-    buffer_device = device if fits else torch.device("cpu")
-    buffer = ReplayBuffer(rollouts, T, N, observation_dim, action_dim, buffer_device)
-    print(f"learner on {device}, replay buffer {buffer_bytes / 1e9:.2f} GB on {buffer_device}")
-
+    gigabytes = sum(ring.nbytes for ring in buffer.rings) / 1e9
+    print(f"learner and replay buffer ({gigabytes:.2f} GB) on {device}")
     run = clip_reward.Run(args)
     global_step, best_reward = 0, -math.inf
     if run.checkpoint:
@@ -513,7 +500,7 @@ if __name__ == "__main__":
         t2 = time.perf_counter()
         losses = []
         for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
-            losses.append(learn([x.to(device) for x in buffer.sample(args.batch_size)]))
+            losses.append(learn(buffer.sample(args.batch_size)))
         means = torch.stack(losses).mean(0).tolist() if losses else []  # waits for the GPU, once
 
         # 4. Log

@@ -68,9 +68,6 @@ class Args:
     """also write everything to this file"""
 
 
-# ------------------------------------------------------------------------------ stand-ins
-
-
 class Blank:
     """Draws nothing, at once."""
 
@@ -98,9 +95,6 @@ def run_asleep(ms):
     clip_reward.RewardPool = lambda *given: pool(Blank, sleep, ["cpu"], *given[3:])
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-# ------------------------------------------------------------------------------ one stage alone
 
 
 @torch.inference_mode()
@@ -145,9 +139,6 @@ def draw_alone(script, args, frames_per_worker=800):
     devices, make_renderer = args.reward.devices(), functools.partial(script.make_renderer, args)
     states = np.resize(states, (frames_per_worker * len(devices), len(states[0])))
     return pool_alone(make_renderer, Sleeper, devices, args.reward.clip_batch_size, states)
-
-
-# ------------------------------------------------------------------------------ the whole script
 
 
 def whole_run(command, args, rollouts):

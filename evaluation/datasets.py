@@ -112,9 +112,6 @@ def pose_columns(per_pose, seed):
     return {"states": states, "pose": np.repeat(poses.POSE_NAMES, per_pose)}
 
 
-# ------------------------------------------------------------------------------ files
-
-
 def write_csv(path, columns, rows):
     """A CSV file of rows, each {column: value}. Whoever reads it never meets half a file, and it is
     on the disk when this returns. Raises OSError, with the old file as it was."""
@@ -127,8 +124,6 @@ def write_csv(path, columns, rows):
         os.fsync(file.fileno())
     os.replace(partial, path)
 
-
-# ------------------------------------------------------------------------------ labels
 
 LABEL_COLUMNS = ["dataset", "unit", "index", "task", "label"]
 

@@ -64,9 +64,6 @@ def judged_video(episodes):
     return np.stack([grid([moment(e, t) for e in episodes], columns) for t in range(length)])
 
 
-# ------------------------------------------------------------------------------ figures
-
-
 def new_figure(width=5.2, height=3.6, title=None):
     """A matplotlib Figure of so many inches."""
     from matplotlib.figure import Figure  # takes half a second

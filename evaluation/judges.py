@@ -1,7 +1,7 @@
 """Does a state do what the prompt says? A function `states -> bool` for every task of the paper.
 
     judges.TASKS["kneeling"].judge(states)            # [B, S] float64 -> [B] bool
-    judges.load_judge("my_task.py:somersault")        # an own one, a function of states like these
+    judges.find_task("my_task.py:somersault", None)   # an own one, a function of states like these
 
 Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
 judges its videos (appendix on the humanoid's tasks), put into numbers with MuJoCo's geometry and
@@ -26,8 +26,6 @@ import numpy as np
 
 import egl_render
 from egl_render import UsageError
-
-# ------------------------------------------------------------------------------ what is measured
 
 REACH = 0.10  # m above the floor up to which contacts are looked for at all
 TOUCH = 0.06  # m: what is nearer is on the floor to the eye; a robot that rocks is never flat on it
@@ -152,8 +150,6 @@ def _facts(state):
     }
 
 
-# ------------------------------------------------------------------------------ criteria
-
 BALANCE = 0.2  # m of `imbalance` that one who stands may have and not be falling
 KNEELING_BALANCE = 0.3  # its hull is wide and its fall short: looked at in a training run's frames
 
@@ -234,9 +230,6 @@ HUMANOID = {
 def _cart_pole(states):
     """CartPole-v1's own rule: the angle at most 12 degrees, the cart at most 2.4 from the middle"""
     return (np.abs(states[:, 2]) <= math.radians(12)) & (np.abs(states[:, 0]) <= 2.4)
-
-
-# ------------------------------------------------------------------------------ tasks
 
 
 THRESHOLD = 0.5  # share of successful steps that makes an episode a success (arXiv 2310.12921)
@@ -322,9 +315,3 @@ def _own_task(spec):
         return verdict
 
     return Task(name, judge, " ".join((function.__doc__ or spec).split()))
-
-
-def load_judge(spec, env_id=None):
-    """The function states [B, S] float64 -> [B] bool of a task's name or FILE.py:FUNCTION. Raises
-    UsageError as `find_task`; without `env_id` a task of any environment will do."""
-    return find_task(spec, env_id).judge

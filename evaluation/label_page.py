@@ -102,8 +102,6 @@ class Session:
         return f'<img data-index={index} src="data:image/{kind};base64,{data}">'
 
 
-# ------------------------------------------------------------------------------ the page
-
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
 #picture img { height: 82vh; width: 100%; object-fit: contain; }

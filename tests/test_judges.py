@@ -194,11 +194,11 @@ def test_raised_hands_are_above_the_head_and_not_beside_one_that_leans():
 
 def test_a_judge_by_name_or_from_ones_own_file(tmp_path):
     qpos = poses.sample("kneeling", np.random.default_rng(3), 2)
-    assert judges.load_judge("kneeling")(qpos).tolist() == [True, True]
+    assert judges.find_task("kneeling", None).judge(qpos).tolist() == [True, True]
     with pytest.raises(UsageError, match="--judge dancing: this has cartpole, .*FILE.py:FUNCTION"):
-        judges.load_judge("dancing")
+        judges.find_task("dancing", None)
     with pytest.raises(UsageError, match="--judge cartpole: Humanoid-v5 has kneeling, lotus"):
-        judges.load_judge("cartpole", "Humanoid-v5")
+        judges.find_task("cartpole", "Humanoid-v5")
     path = tmp_path / "mine.py"
     path.write_text(
         "def high(states):\n    '''It is\n    high.'''\n    return states[:, 2] > 1\n"
@@ -208,7 +208,7 @@ def test_a_judge_by_name_or_from_ones_own_file(tmp_path):
     assert (task.name, task.criterion) == ("high", "It is high.")
     assert task.judge(np.array([[0, 0, 2.0], [0, 0, 0.5]])).tolist() == [True, False]
     with pytest.raises(UsageError, match=r"of 2 states not \[B\] bool but \[2\] float64"):
-        judges.load_judge(f"{path}:heights")(np.zeros((2, 3)))
+        judges.find_task(f"{path}:heights", None).judge(np.zeros((2, 3)))
     for spec in (f"{path}:low", f"{tmp_path}/none.py:high", f"{tmp_path}:high"):
         with pytest.raises(UsageError, match="it is FILE.py:FUNCTION"):
-            judges.load_judge(spec)
+            judges.find_task(spec, None)

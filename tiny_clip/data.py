@@ -32,8 +32,6 @@ from tiny_clip import classic, poses  # noqa: E402
 
 IMAGE_SIZE = 64
 
-# ------------------------------------------------------------------------------ captions
-
 HUMANOID_CAPTIONS, WORDING = classic.WORDS["humanoid"], classic.WORDS["wording"]
 CAPTIONS = HUMANOID_CAPTIONS | classic.CAPTIONS
 CONCEPTS = tuple(CAPTIONS)
@@ -61,9 +59,6 @@ def reworded(caption, rng):
             del words[pick(small)]
             text = " ".join(words)
     return text
-
-
-# ------------------------------------------------------------------------------ truth
 
 
 def _ramp(x, low, high):
@@ -106,14 +101,9 @@ def _family(concepts):
 
 
 def truth_of(names, qpos):
-    """How true each concept is of states, and where that is known.
-
-    Args:
-        names: [B] str: a pose of the library each state was sampled from, or "rollout".
-        qpos: [B, 24] float64.
-    Returns:
-        truth [B, C], weight [B, C], float64 in [0, 1].
-    """
+    """How true each concept is of states qpos [B, 24] float64, and where that is known: truth [B,
+    C], weight [B, C], float64 in [0, 1]. names [B] str: which pose of the library each was sampled
+    from, or "rollout"."""
     names, facts, labels = np.asarray(names), poses.describe(qpos), poses.label(qpos)
     d = degrees(facts)
     truth = np.array([_row(name) for name in names])
@@ -146,8 +136,6 @@ def truth_of(names, qpos):
         weight[various & column, CONCEPTS.index(concept)] = 0
     return truth, weight
 
-
-# ------------------------------------------------------------------------------ states
 
 # Share of the pictures by where their state comes from, and of the samples by pose.
 SOURCES = dict(sample=0.44, blend=0.20, detour=0.14, rollout=0.22)
@@ -185,11 +173,8 @@ def _path_truth(start, goal, t, qpos):
 
 
 def draw_states(rng, count):
-    """States of every kind and what is true of them.
-
-    Returns:
-        qpos [count, 24] float64, truth [count, C], weight [count, C] float64.
-    """
+    """States of every kind and what is true of them: qpos [count, 24], truth [count, C], weight
+    [count, C], all float64."""
     names = list(POSE_WEIGHTS)
     share = np.array(list(POSE_WEIGHTS.values()), float)
     parts = []
@@ -219,8 +204,6 @@ def draw_states(rng, count):
     keep = rng.permutation(len(qpos))[:count]
     return qpos[keep], truth[keep], weight[keep]
 
-
-# ------------------------------------------------------------------------------ pictures
 
 SCENES = ("varied", "canonical", "plain", *classic.SCENES)
 SIZES = {64: 0.36, 96: 0.42, 128: 0.16, 224: 0.06}  # px, all in light quality
