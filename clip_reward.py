@@ -277,11 +277,11 @@ def image_flops(name):
 def check_cost(name, devices, frames, allow_slow=False):
     """Raise UsageError, or with `allow_slow` warn, of what would take a CPU over a day to score so
     many frames, by the model's operations and this CPU's measured speed. Nothing is downloaded."""
-    on_cpu = sum(device == "cpu" for device in devices)
+    on_cpu, arch = sum(device == "cpu" for device in devices), _resolve(name)[0]
     if not on_cpu:
         return
-    if name.startswith("local-dir:"):  # tiny_clip has 12 MB, and RN50, the smallest of CLIP's, 244
-        files = Path(_resolve(name)[0].removeprefix("local-dir:")).glob("open_clip*")
+    if arch.startswith("local-dir:"):  # tiny_clip has 12 MB, and RN50, the smallest of CLIP's, 244
+        files = Path(arch.removeprefix("local-dir:")).glob("open_clip*")
         if sum(file.stat().st_size for file in files) < 20e6:
             return
     try:
@@ -354,8 +354,10 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
     model.eval().requires_grad_(False)
     preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
     if hasattr(model.visual, "layer1"):  # a residual network: on the CPU 1.18 times as fast, with
-        model.visual = fuse(model.visual)  # one convolution of each and the batch norm behind it
-        model.visual.to(memory_format=torch.channels_last)  # the frames come so
+        fused = fuse(model.visual)  # one convolution of each and the batch norm behind it
+        for name in ("image_size", "preprocess_cfg"):  # what open_clip asks for
+            setattr(fused, name, getattr(model.visual, name))
+        model.visual = fused.to(memory_format=torch.channels_last)  # the frames come so
     model.visual.to(dtypes[precision])  # before the move: the device never holds it in float32
     model.visual.to(device)  # and nothing else: of ViT-bigG-14 the text tower is a quarter
     return LoadedCLIP(model, tokenizer, preprocess, device, dtypes[precision])
