@@ -235,3 +235,12 @@ def test_the_benchmark_prints_and_writes_updates_per_second(tmp_path):
     assert set(result["updates_per_second"]) == {"SAC", "DQN"}
     for rows in result["updates_per_second"].values():
         assert set(rows) == {"plain"} and rows["plain"] > 0
+
+
+def test_seeding_flushes_denormal_numbers_on_the_cpu():
+    try:
+        clip_reward.seed_everything(sac.Args())
+        assert (torch.tensor(1e-30) * 1e-10).item() == 0, "Adam's averages of a dead unit"
+    finally:
+        torch.set_flush_denormal(False)
+        torch.use_deterministic_algorithms(False)
