@@ -269,8 +269,8 @@ def image_flops(name):
     model = model_without_weights(name)
     size = model.visual.image_size
     size = (size, size) if isinstance(size, int) else size
-    with FlopCounterMode(display=False) as counter:
-        model.encode_image(torch.empty(1, 3, *size, device="meta"))
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model.encode_image(torch.empty(1, 3, *size))
     return counter.get_total_flops()
 
 
@@ -355,8 +355,8 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
     preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
     if hasattr(model.visual, "layer1"):  # a residual network: on the CPU 1.18 times as fast, with
         fused = fuse(model.visual)  # one convolution of each and the batch norm behind it
-        for name in ("image_size", "preprocess_cfg"):  # what open_clip asks for
-            setattr(fused, name, getattr(model.visual, name))
+        for attribute in ("image_size", "preprocess_cfg"):  # what open_clip asks for
+            setattr(fused, attribute, getattr(model.visual, attribute))
         model.visual = fused.to(memory_format=torch.channels_last)  # the frames come so
     model.visual.to(dtypes[precision])  # before the move: the device never holds it in float32
     model.visual.to(device)  # and nothing else: of ViT-bigG-14 the text tower is a quarter
@@ -625,6 +625,8 @@ class RewardPool:
     """
 
     def __init__(self, make_renderer, make_reward, devices=("cpu",), batch_size=64):
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}, not positive")
         self.batch_size, self.scores = batch_size, make_reward is not None
         self.timings, self.description = {}, []
         self._queue, self._futures, self._closed = queue.SimpleQueue(), [], False
@@ -896,7 +898,7 @@ def seed_everything(args):
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # determinism wants it
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would touch the whole buffer
-    # Adam's averages of a unit that died become numbers on which a CPU takes a hundred times as long
+    # Adam's averages of units that died become numbers that take a CPU a hundred times as long
     torch.set_flush_denormal(True)
     return torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 

@@ -12,10 +12,13 @@ Offline on a laptop, with the small CLIP that comes with the project:
         --total-timesteps 40000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
         --target-network-frequency 1 --best-window 5
 
-MountainCar in the same way (60000 steps and otherwise the same flags):
+MountainCar in the same way:
 
     python dqn_clip_classic.py --env-id MountainCar-v0 \\
-        --target-prompt "a car at the peak of the mountain, next to the yellow flag"
+        --target-prompt "a car at the peak of the mountain, next to the yellow flag" \\
+        --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --learning-starts 1000 \\
+        --total-timesteps 60000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
+        --target-network-frequency 1 --best-window 5
 
 DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
 

@@ -359,6 +359,8 @@ def test_pool_refuses_wrong_arguments():
             pool.put(frames=np.zeros((2, 4, 4, 3), np.uint8))
     with pytest.raises(RuntimeError, match="closed"):
         pool.score(paint_states(2))
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        paint_pool([], 0)
     with RewardPool(PaintRenderer, None, []) as pool:
         assert pool.render(paint_states(2)).shape == (2, 4, 4, 3)
         with pytest.raises(ValueError, match="only render"):
