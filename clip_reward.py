@@ -537,6 +537,7 @@ def _serve(connection, device, make_renderer, make_reward):
         signal.signal(number, signal.SIG_IGN)
     if device == "cpu":  # whatever the number of workers, the same sums in the same order
         torch.set_num_threads(1)
+        os.nice(10)  # physics first: it is what the next states wait for
     scorer = Scorer(make_renderer, make_reward, device)
     answering = concurrent.futures.ThreadPoolExecutor(1)
 
