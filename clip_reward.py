@@ -471,8 +471,9 @@ class Scorer:
     def wait_ready(self):
         """Wait for renderer and model -> one line on what they run on."""
         self.loading.result()
-        drawn_by = getattr(self.renderers.get(None), "description", "somebody else")
-        return f"reward worker on {self.device}, pictures by {drawn_by}"
+        drawn_by = getattr(self.renderers.get(None), "description", "")
+        line = f"reward worker on {self.device}"
+        return f"{line}, pictures by {drawn_by}" if drawn_by else line
 
     def submit(self, kind, batch, size=None):
         """Start one chunk: "states" [B, S] or "frames" [B, H, W, 3] -> Future of (rewards [B]
@@ -691,8 +692,9 @@ class RewardPool:
 
     def _send(self, least):
         while len(self._rows) >= least:
-            chunk, self._rows = self._rows[: self.batch_size], self._rows[self.batch_size :]
-            self._futures.append(self._submit(self._kind, np.stack(chunk)))
+            chunk = np.stack(self._rows[: self.batch_size])
+            del self._rows[: self.batch_size]
+            self._futures.append(self._submit(self._kind, chunk))
 
     def _submit(self, *chunk):
         if self._closed:
@@ -957,7 +959,12 @@ def load_judge(args):
     from evaluation import judges
 
     judge = judges.find_task(args.judge, args.env_id).judge
-    return lambda states: np.mean([judge(row) for row in states], 0) >= judges.THRESHOLD
+
+    def success(states):
+        good_steps = judge(np.concatenate(states)).reshape(states.shape[:2])
+        return good_steps.mean(0) >= judges.THRESHOLD
+
+    return success
 
 
 class Run:

@@ -554,10 +554,10 @@ def judge_episodes(source, dataset, verdicts, answers, own_rule):
 
 
 SWEEPS = (  # one coordinate from end to end, all others are zero
-    # environment, textured, its name and unit, from, to, index in the state, where the goal is
-    ("CartPole-v1", False, "pole angle (rad)", -np.pi, np.pi, 2, 0.0),
-    ("MountainCar-v0", False, "position", -1.2, 0.6, 0, 0.5),
-    ("MountainCar-v0", True, "position", -1.2, 0.6, 0, 0.5),
+    # environment, textured, its name and unit, from, to, index in the state
+    ("CartPole-v1", False, "pole angle (rad)", -np.pi, np.pi, 2),
+    ("MountainCar-v0", False, "position", -1.2, 0.6, 0),
+    ("MountainCar-v0", True, "position", -1.2, 0.6, 0),
 )
 
 
@@ -575,8 +575,9 @@ def landscape(
     picture, file = out.with_suffix(".png"), out.with_suffix(".csv")
     picture.parent.mkdir(parents=True, exist_ok=True)
     panels, rows = {name: [] for name in reward.clip_model}, []
-    for env_id, textured, label, low, high, index, goal in SWEEPS:
+    for env_id, textured, label, low, high, index in SWEEPS:
         task, look = judges.task_for(env_id), "textured" if textured else "plain"
+        goal = egl_render.MOUNTAIN_GOALS.get(env_id, 0.0)  # or a pole that stands upright
         values = np.linspace(low, high, points)
         states = np.zeros((points, egl_render.CLASSIC_STATE_SIZES[env_id]))
         states[:, index] = values

@@ -346,6 +346,7 @@ def test_any_number_of_states_in_any_parts(devices):
         np.testing.assert_array_equal(pool.score(frames=frames), [7] * 9)
         assert pool.render(paint_states(6))[5].max() == 5
         assert pool.render(paint_states(6), size=8).shape == (6, 8, 8, 3)
+        assert set(pool.wait_ready().description) == {"reward worker on cpu"}
 
 
 def test_pool_refuses_wrong_arguments():
