@@ -25,10 +25,12 @@ import json
 import logging
 import math
 import os
+import pickle
 import queue
 import re
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -57,6 +59,8 @@ from egl_render import UsageError
 
 # ------------------------------------------------------------------------------ flags
 
+RAY_DEVICES = re.compile(r"ray(?::([1-9]\d*))?(?::(1|0?\.\d+))?")  # how many, GPUs each
+
 
 @dataclass
 class RewardArgs:
@@ -81,12 +85,20 @@ class RewardArgs:
     """where downloaded weights are kept, default: open_clip's own cache"""
     reward_devices: tuple[str, ...] = ()
     """where frames are drawn and scored, a process each (one device may be named several times);
-    default: every CUDA device, else one "cpu" per core, at most four"""
+    default: every CUDA device, else one "cpu" per core, at most four. ray: every GPU of a Ray
+    cluster (CPUs if it has none), ray:N: N of them, ray:N:0.5: half a GPU each"""
+    worker_timeout: int = 600
+    """seconds without an answer after which a worker counts as hung and is replaced"""
     allow_slow: bool = False
     """start even if this machine would need days for the model"""
 
     def devices(self) -> list[str]:
         """The devices named, or the default. Raises UsageError for one that does not exist."""
+        if any(name.startswith("ray") for name in self.reward_devices):
+            if len(self.reward_devices) > 1 or not RAY_DEVICES.fullmatch(self.reward_devices[0]):
+                named = " ".join(self.reward_devices)
+                raise UsageError(f"--reward-devices {named}: Ray's are ray, ray:N or ray:N:SHARE")
+            return list(self.reward_devices)
         cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         for name in self.reward_devices:
             if name not in ["cpu", *cuda]:
@@ -100,6 +112,10 @@ class RewardArgs:
         devices = self.devices()
         if self.clip_batch_size < 1:
             raise UsageError(f"--clip-batch-size {self.clip_batch_size} is not positive")
+        if self.worker_timeout < 1:
+            raise UsageError(f"--worker-timeout {self.worker_timeout} is not positive")
+        if devices[0].startswith("ray"):
+            devices = ray_cluster()[1:2]
         if self.reward == "clip":
             check_prompts(self.target_prompt, self.baseline_prompt, self.reward_alpha)
             check_cost(self.clip_model, devices, frames, self.allow_slow)
@@ -442,7 +458,7 @@ def make_clip_reward(device, args: RewardArgs):
 
 
 class RewardWorkerError(RuntimeError):
-    """A worker raised (its traceback is in the message) or died."""
+    """A worker raised (its traceback is in the message), died, or gave no answer."""
 
 
 class Scorer:
@@ -512,7 +528,7 @@ class Scorer:
         try:
             rewards = self.reward(frames).float().cpu()
         except torch.OutOfMemoryError as error:
-            raise UsageError(
+            raise RewardWorkerError(
                 f"{self.device} has no memory for {len(frames)} frames at once; use a smaller "
                 f"--clip-batch-size"
             ) from error
@@ -531,78 +547,175 @@ class Scorer:
             thread.shutdown()
 
 
-def _serve(connection, device, make_renderer, make_reward):
+def _scorer(setup, device):
+    """The Scorer of a process that is there for nothing else."""
+    if device == "cpu":  # whatever the number of workers, the same sums in the same order
+        torch.set_num_threads(1)
+        os.nice(10)  # physics first: it is what the next states wait for
+    return Scorer(*setup, device)
+
+
+def _serve(connection, device, *setup):
     """A worker process: answers come in the order of what was sent, "ready" before all."""
     # Ctrl-C and a SIGTERM to the whole group are for the parent, which may want one more rollout
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if device == "cpu":  # whatever the number of workers, the same sums in the same order
-        torch.set_num_threads(1)
-        os.nice(10)  # physics first: it is what the next states wait for
-    scorer = Scorer(make_renderer, make_reward, device)
+    scorer = _scorer(setup, device)
     answering = concurrent.futures.ThreadPoolExecutor(1)
 
     def answer(result):
         try:
-            message = ("done", result())
-        except UsageError as error:
-            message = ("usage", str(error))
+            message = (None, result())
+        except (UsageError, RewardWorkerError) as error:
+            message = (type(error), str(error))
         except BaseException:
-            message = ("error", traceback.format_exc())
+            message = (RewardWorkerError, f"it failed:\n{traceback.format_exc()}")
         connection.send(message)
 
     answering.submit(answer, scorer.wait_ready)
-    try:
-        while (job := connection.recv()) is not None:
-            answering.submit(answer, scorer.submit(*job).result)
-    except (EOFError, OSError):  # the parent is gone, however it died
-        os._exit(1)
-    scorer.close()
-    os._exit(0)  # PyTorch would take a second to take itself apart
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone, however it died
+        while True:
+            answering.submit(answer, scorer.submit(*connection.recv()).result)
+    os._exit(1)
 
 
 class _Process:
     """A `Scorer` in a process of its own: `submit` sends, `result` receives."""
 
-    def __init__(self, name, *setup):
+    def __init__(self, name, timeout, *setup):
+        self.name, self.worker_timeout, self.setup = name, timeout, setup
+        self.closing, self.closed = threading.Lock(), False
+        self.start()
+
+    def start(self):
         context = mp.get_context("spawn")  # which CUDA wants
         self.connection, theirs = context.Pipe()
-        self.sending = threading.Lock()  # who closes is another thread than who feeds
-        self.process = context.Process(target=_serve, args=(theirs, *setup), name=name, daemon=True)
+        arguments = (theirs, *self.setup)
+        self.process = context.Process(target=_serve, args=arguments, name=self.name, daemon=True)
         self.process.start()
         theirs.close()
 
-    def send(self, message):
-        with self.sending, contextlib.suppress(OSError):  # it died: `result` says how
-            self.connection.send(message)
-
     def submit(self, *job):
-        self.send(job)
+        with contextlib.suppress(OSError):  # it died: `result` says how
+            self.connection.send(job)
         return self
 
     def result(self):
-        """The next answer. Raises what the worker raised, RewardWorkerError if it died."""
+        """The next answer. Raises what the worker raised, RewardWorkerError if it died or hangs."""
         try:
             kind, value = self.connection.recv()
+        except BlockingIOError:
+            problem = f"gave no answer for {self.timeout} s (--worker-timeout)"
+            raise RewardWorkerError(f"{self.name} {problem}") from None
         except (EOFError, OSError):
             self.process.join(5)
             code = self.process.exitcode
             how = "was killed (out of memory?)" if code == -signal.SIGKILL else "died"
-            raise RewardWorkerError(f"{self.process.name} {how}, exit code {code}") from None
-        if kind == "usage":
-            raise UsageError(value)
-        if kind == "error":
-            raise RewardWorkerError(f"{self.process.name} failed:\n{value}")
+            raise RewardWorkerError(f"{self.name} {how}, exit code {code}") from None
+        if kind:
+            raise kind(f"{self.name}: {value}" if kind is RewardWorkerError else value)
         return value
 
-    wait_ready = result  # the first answer
+    def wait_ready(self):
+        """The first answer. Imports and weights may take longer than any chunk."""
+        self._limit(max(600, self.worker_timeout))
+        line = self.result()
+        self._limit(self.worker_timeout)
+        return line
+
+    def _limit(self, timeout):
+        """From now on sending and receiving raise BlockingIOError after so many seconds."""
+        self.timeout = timeout
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                pipe.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", timeout, 0))
+
+    def restart(self):
+        with self.closing:
+            if not self.closed:
+                self.process.kill()
+                self.process.join()
+                self.start()
 
     def close(self):
-        self.send(None)
-        self.process.join(5)
-        if self.process.is_alive():
-            self.process.kill()
+        with self.closing:
+            self.closed = True
+            self.process.kill()  # it keeps nothing that has to be written, and may be stopped
             self.process.join()
+
+
+def ray_cluster():
+    """Connect to the cluster that RAY_ADDRESS or `ray start` names, else start one on this machine
+    -> (ray, "cuda" or "cpu", how many of these it has now; waits for the first). Raises
+    UsageError."""
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # 40 s for an address without a cluster
+    try:
+        import ray
+    except ImportError:
+        raise UsageError('--reward-devices ray needs Ray: pip install ".[ray]"') from None
+    if not ray.is_initialized():
+        try:
+            ray.init(logging_level="error", log_to_driver=False)
+        except ConnectionError as error:
+            where = "it is RAY_ADDRESS, or what `ray start` left here and `ray stop` removes"
+            raise UsageError(f"--reward-devices ray: {error}; {where}") from error
+    while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():  # a head that only leads
+        time.sleep(1)
+    return ray, "cuda" if "GPU" in has else "cpu", int(has.get("GPU") or has["CPU"])
+
+
+class _Remote:
+    """What a Ray actor is: a `Scorer` on the one GPU that Ray lets it see."""
+
+    def __init__(self, kind, *setup):
+        self.scorer = _scorer(setup, "cuda:0" if kind == "cuda" else "cpu")
+
+    def wait_ready(self):
+        return f"{self.scorer.wait_ready()}, at {socket.gethostname()}"
+
+    def score(self, job):
+        return pickle.dumps(self.scorer.submit(*pickle.loads(job)).result())
+
+
+class _Actor:
+    """A `Scorer` as a Ray actor, with the methods of `_Process`. When its process or its node is
+    gone, Ray starts it again where there is room; its chunks do not wait for that, hence no
+    retries: the pool gives them to others."""
+
+    def __init__(self, kind, share, timeout, *setup):
+        import ray
+
+        self.ray, self.timeout = ray, timeout
+        resources = {"num_gpus": share} if kind == "cuda" else {"num_cpus": share}
+        options = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 2}
+        self.actor = self.ray.remote(**options, **resources)(_Remote).remote(kind, *setup)
+
+    def wait_ready(self):
+        return self._get(self.actor.wait_ready.options(max_task_retries=-1).remote())
+
+    def submit(self, *job):  # pickled here: as one string of bytes it costs half of Ray's time
+        ref = self.actor.score.remote(pickle.dumps(job))
+        return types.SimpleNamespace(result=lambda: pickle.loads(self._get(ref, self.timeout)))
+
+    def _get(self, ref, timeout=None):
+        errors = self.ray.exceptions
+        try:
+            return self.ray.get(ref, timeout=timeout)
+        except (UsageError, RewardWorkerError) as error:  # which Ray has wrapped
+            raise error.cause from None
+        except errors.RayTaskError as error:
+            raise RewardWorkerError(f"a Ray actor failed:\n{error}") from None
+        except errors.GetTimeoutError:
+            problem = f"gave no answer for {timeout} s (--worker-timeout)"
+            raise RewardWorkerError(f"a Ray actor {problem}") from None
+        except errors.RayError as error:  # its process or node is gone
+            raise ConnectionError(f"a Ray actor is gone: {str(error).splitlines()[0]}") from None
+
+    def restart(self):
+        self.ray.kill(self.actor, no_restart=False)
+
+    def close(self):
+        self.ray.kill(self.actor)
 
 
 class RewardPool:
@@ -613,64 +726,120 @@ class RewardPool:
     Chunks depend on nothing but the order of `put`, so no reward depends on who computed it.
     Workers start in the background; they end with `close()`, or however the parent ends.
 
+    A worker that is lost (it died, hangs or raised) is started again and its chunks are done by
+    whoever is free; the second that is lost between two calls of `take` ends the pool with its
+    cause. Ray's are started again by Ray, as often as their process or node is gone.
+
     Args:
         make_renderer: picklable, called without arguments in every worker once it is bound to its
             GPU, and with size=... for `render`; returns an object with .frame_shape (H, W, 3) and
             .render(states [B, S], out [B, H, W, 3]). None: only frames are handed in.
         make_reward: picklable, called as make_reward(device) in every worker; returns a module that
             maps frames [B, H, W, 3] uint8 on that device to [B, ...] float32. None: only render.
-        devices: torch devices, a worker each. Empty: this process, on cuda:0 if there is one.
+        devices: torch devices, a worker each; or one of "ray", "ray:N", "ray:N:SHARE". Empty: this
+            process, on cuda:0 if there is one.
         batch_size: states per chunk.
+        worker_timeout: seconds without an answer after which a worker counts as hung.
     Attributes:
         timings: {"render_s", "clip_s"} of what was taken last: seconds, a worker's on average.
         description: one line per worker, once `wait_ready()` has returned.
+        restarts: how many workers were lost and started again.
+        on_failure: called before a RewardWorkerError is raised.
     """
 
-    def __init__(self, make_renderer, make_reward, devices=("cpu",), batch_size=64):
+    def __init__(
+        self, make_renderer, make_reward, devices=("cpu",), batch_size=64, worker_timeout=600
+    ):
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, not positive")
         self.batch_size, self.scores = batch_size, make_reward is not None
-        self.timings, self.description = {}, []
+        self.timings, self.description, self.restarts = {}, [], 0
+        self.on_failure = lambda: None
         self._queue, self._futures, self._closed = queue.SimpleQueue(), [], False
-        self._rows, self._kind = [], None  # what is put and makes no full chunk yet
-        setup = (make_renderer, make_reward)
-        self._workers = [
-            _Process(f"reward-worker-{index}-{device}", str(device), *setup)
-            for index, device in enumerate(devices)
-        ] or [Scorer(*setup, "cuda:0" if torch.cuda.is_available() else "cpu")]
+        self._waiting, self._kind = [], None  # what is put and makes no full chunk yet
+        self._setup, self._timeout = (make_renderer, make_reward), worker_timeout
+        self._workers, self._ready, self._threads, self._losses = [], [], [], 0
         # Workers ignore SIGTERM: multiprocessing's own way to end them at exit would wait for ever
         atexit.register(self.close)
-        self._ready = [concurrent.futures.Future() for _ in self._workers]
-        self._threads = [
-            threading.Thread(target=self._feed, args=pair, daemon=True)
-            for pair in zip(self._workers, self._ready)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._ray = RAY_DEVICES.fullmatch(devices[0]) if devices else None
+        if self._ray:
+            self._kind_of_device = ray_cluster()[1]  # and not what it has when others are gone
+            self._grow()
+        elif not devices:
+            self._add(Scorer(*self._setup, "cuda:0" if torch.cuda.is_available() else "cpu"))
+        else:
+            for index, device in enumerate(map(str, devices)):
+                name = f"reward-worker-{index}-{device}"
+                self._add(_Process(name, worker_timeout, device, *self._setup))
+
+    def _add(self, worker):
+        ready = concurrent.futures.Future()
+        thread = threading.Thread(target=self._feed, args=(worker, ready), daemon=True)
+        self._workers.append(worker)
+        self._ready.append(ready)
+        self._threads.append(thread)
+        thread.start()
+
+    def _grow(self):
+        """Ask Ray for the actors that are still missing: of N, or of as many as there is room for
+        in the cluster as it is now."""
+        count, share = self._ray.groups()
+        share = float(share or 1)
+        count = int(count) if count else int(ray_cluster()[2] / share)
+        for _ in range(len(self._workers), max(1, count)):
+            self._add(_Actor(self._kind_of_device, share, self._timeout, *self._setup))
 
     def _feed(self, worker, ready):
-        """The life of a worker's thread: keep two chunks with it until there are no more."""
-        under_way = collections.deque([(ready, worker.wait_ready)])
+        """The life of a worker's thread, and of all that take its place."""
+        under_way = collections.deque()  # (future, *chunk) that are with the worker
         while True:
             try:
+                line = worker.wait_ready()
+                if not ready.done():
+                    ready.set_result(line)
+                return self._keep_busy(worker, under_way)
+            except BaseException as error:
+                cause, gone = error, isinstance(error, ConnectionError)
+            if self._closed:
+                return
+            if not gone:  # by itself; else Ray starts it again
+                self._losses += 1
+                if not ready.done():
+                    ready.set_exception(cause)
+                    break
+                if self._losses > 1 or isinstance(cause, UsageError) or isinstance(worker, Scorer):
+                    break
+                worker.restart()
+            print(f"WARNING: {cause}; it is started again", file=sys.stderr)
+            self.restarts += 1
+            while under_way:
+                self._queue.put(under_way.popleft())
+        while job := under_way.popleft() if under_way else self._queue.get():
+            job[0].set_exception(cause)
+
+    def _keep_busy(self, worker, under_way):
+        """Keep two chunks with the worker until there are no more."""
+        results = collections.deque()
+        while True:
+            with contextlib.suppress(queue.Empty):
                 while len(under_way) < 2:
                     job = self._queue.get(block=not under_way)
                     if job is None:
                         return
-                    future, *chunk = job
-                    under_way.append((future, worker.submit(*chunk).result))
-            except queue.Empty:
-                pass
-            future, result = under_way.popleft()
-            try:
-                future.set_result(result())
-            except BaseException as error:
-                future.set_exception(error)
+                    under_way.append(job)
+                    results.append(worker.submit(*job[1:]).result)
+            result = results.popleft()()
+            under_way.popleft()[0].set_result(result)
 
     def wait_ready(self):
-        """Wait until every worker has its renderer and its model. Raises UsageError,
-        RewardWorkerError if one could not start."""
-        self.description = self._results(self._ready)
+        """Wait until every worker, or the first of Ray's, has its renderer and its model. Raises
+        UsageError, RewardWorkerError if one could not start."""
+        if self._ray:
+            done, _ = concurrent.futures.wait(self._ready, return_when="FIRST_COMPLETED")
+            count = f"{len(done)} of {len(self._ready)} Ray actors; others join when they are ready"
+            self.description = [*self._results(list(done)), count]
+        else:
+            self.description = self._results(self._ready)
         return self
 
     def put(self, states=None, frames=None):
@@ -681,20 +850,23 @@ class RewardPool:
         if (states is None) == (frames is None):
             raise ValueError("hand in either states or frames")
         kind = "frames" if states is None else "states"
-        if self._rows and kind != self._kind:
+        if self._waiting and kind != self._kind:
             raise ValueError("either states or frames between two calls of take()")
         batch = np.array(frames if states is None else states, None if states is None else float)
         if kind == "frames" and (batch.dtype != np.uint8 or batch.shape[3:] != (3,)):
             raise ValueError(f"frames must be [B, H, W, 3] uint8, not {batch.shape} {batch.dtype}")
         self._kind = kind
-        self._rows.extend(batch)
+        self._waiting.append(batch)
         self._send(self.batch_size)
 
     def _send(self, least):
-        while len(self._rows) >= least:
-            chunk = np.stack(self._rows[: self.batch_size])
-            del self._rows[: self.batch_size]
+        if sum(map(len, self._waiting)) < least:
+            return
+        rows = np.concatenate(self._waiting)
+        while len(rows) >= least:
+            chunk, rows = np.split(rows, [self.batch_size])
             self._futures.append(self._submit(self._kind, chunk))
+        self._waiting = [rows] * bool(len(rows))
 
     def _submit(self, *chunk):
         if self._closed:
@@ -708,19 +880,24 @@ class RewardPool:
             for future in concurrent.futures.as_completed(futures):
                 future.result()  # the first error, however long others still take
             return [future.result() for future in futures]
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, RewardWorkerError):
+                self.on_failure()
             raise
 
     def take(self):
         """Rewards [B] float32 of all that was put since the last time, in its order; waits. Raises
-        RewardWorkerError if a worker raised or died; the pool is closed then."""
+        RewardWorkerError if a second worker was lost; the pool is closed then."""
         self._send(1)
         futures, self._futures = self._futures, []
         results = self._results(futures) or [(np.empty(0, np.float32), 0, 0)]
         rewards, render_s, clip_s = zip(*results)
         workers = len(self._workers)
         self.timings = {"render_s": sum(render_s) / workers, "clip_s": sum(clip_s) / workers}
+        self._losses = 0
+        if self._ray:
+            self._grow()
         return np.concatenate(rewards)
 
     def score(self, states=None, frames=None):
@@ -792,7 +969,8 @@ class RunArgs:
     task of evaluation/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool)"""
     resume: str | None = None
     """folder of the run to go on with, as it was started; flags beside it that do not change the
-    experiment are accepted, such as a larger --total-timesteps"""
+    experiment are accepted, such as a larger --total-timesteps. latest: the newest run in
+    --runs-dir that was started with the same flags, or a new one if there is none"""
 
     def check_bounds(self, positive="", shares=""):
         """Raise UsageError for what no run can have: numbers out of bounds, `positive` and `shares`
@@ -822,7 +1000,7 @@ class RunArgs:
 # What flags beside --resume may change: how long, where and how often, but not what is learned.
 RESUME_MAY_CHANGE = set(
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size clip_cache_dir "
-    "allow_slow cuda compile track judge runs_dir resume".split()
+    "worker_timeout allow_slow cuda compile track judge runs_dir resume".split()
 )
 
 
@@ -861,31 +1039,49 @@ def load_args(run_dir, Args):
     return from_flags(Args, values)
 
 
+def latest_run(args):
+    """Folder of the newest run in --runs-dir with a checkpoint that differs in no flag but those
+    that --resume may change, or None."""
+    latest = Path(args.runs_dir).glob("*/checkpoints/latest.pt")
+    for path in sorted(latest, key=os.path.getmtime, reverse=True):
+        with contextlib.suppress(UsageError):  # another script's
+            if not changed_flags(load_args(path.parents[1], type(args)), args):
+                return str(path.parents[1])
+    return None
+
+
+def changed_flags(saved, args):
+    """Names of the flags that differ though --resume may not change them."""
+    was, now = flags(saved), flags(args)
+    return [name for name in was if was[name] != now[name] and name not in RESUME_MAY_CHANGE]
+
+
 def parse_args(Args, description):
     """The command line, with --resume on top of the run's own flags. From here on a UsageError ends
-    the program with one line and exit code 2."""
+    the program with one line and exit code 2, a RewardWorkerError with its cause and 1."""
     import tyro
 
     def excepthook(kind, error, trace):
-        if issubclass(kind, UsageError):
+        if issubclass(kind, (UsageError, RewardWorkerError)):
             print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            sys.exit(2 if kind is UsageError else 1)
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = excepthook
     options = {"description": description, "config": (tyro.conf.OmitArgPrefixes,)}
     args = tyro.cli(Args, **options)
-    if args.resume is None:
+    if args.resume == "latest":
+        args.resume = latest_run(args)
+    if (resume := args.resume) is None:
         return args
-    saved = load_args(args.resume, Args)
-    if not (Path(args.resume) / "checkpoints/latest.pt").is_file():
-        raise UsageError(f"--resume {args.resume}: it has no checkpoints/latest.pt")
+    saved = load_args(resume, Args)
+    if not (Path(resume) / "checkpoints/latest.pt").is_file():
+        raise UsageError(f"--resume {resume}: it has no checkpoints/latest.pt")
     args = tyro.cli(Args, default=saved, **options)
-    was, now = flags(saved), flags(args)
-    for name in was.keys() - RESUME_MAY_CHANGE:
-        if was[name] != now[name]:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} was {was[name]!r} in the run to resume; drop it")
+    args.resume = resume
+    for name in changed_flags(saved, args):
+        flag, was = name.replace("_", "-"), flags(saved)[name]
+        raise UsageError(f"--{flag} was {was!r} in the run to resume; drop it")
     return args
 
 
@@ -913,7 +1109,8 @@ def make_pool(args, make_renderer):
         return None
     score = functools.partial(make_clip_reward, args=args.reward) if use_clip else None
     devices = args.reward.devices()[: None if use_clip else 1]
-    return RewardPool(make_renderer, score, devices, args.reward.clip_batch_size)
+    sizes = args.reward.clip_batch_size, args.reward.worker_timeout
+    return RewardPool(make_renderer, score, devices, *sizes)
 
 
 def compile_update(update, device):
@@ -1009,10 +1206,10 @@ class Run:
         print(f"run folder {self.folder}\ncurves: tensorboard --logdir {args.runs_dir}")
 
     def _stop(self, number, _):
-        if self.stopped:
+        if self.stopped and number == signal.SIGINT:  # SIGTERM may come from several who end a job
             sys.exit(128 + number)
         self.stopped = number
-        os.write(2, b"\nstopping after this rollout; once more to stop now\n")
+        os.write(2, b"\nstopping after this rollout; Ctrl-C once more to stop now\n")
 
     def log(self, global_step, rewards, env_rewards, success, seconds, more, note):
         """One rollout: events, a line on the console, the bar. rewards (learned from) and

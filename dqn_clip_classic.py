@@ -357,6 +357,13 @@ if __name__ == "__main__":
         best_reward, scores = run.checkpoint["best_reward"], run.checkpoint["scores"]
         run.checkpoint = None  # it maps the file, which would keep its space until the end
 
+    def keep():
+        counters = {"updates": updates, "best_reward": best_reward, "scores": scores}
+        run.save(global_step, learner, counters, buffer)
+
+    if pool:
+        pool.on_failure = keep  # in mid-rollout: all that was learned before it
+
     while global_step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout), also after --resume.
         sequence = np.random.SeedSequence((args.seed, len(run.history)))
@@ -424,6 +431,8 @@ if __name__ == "__main__":
         seconds |= pool.timings if use_clip else {}
         more = dict(zip(("losses/td_loss", "losses/q_values"), means, strict=False))
         more["charts/epsilon"] = epsilon if learned else 1.0
+        if use_clip:
+            more["charts/worker_restarts"] = pool.restarts
         note = "" if learned else "random actions"
         run.log(global_step, rewards, env_rewards, success, seconds, more, note)
 
@@ -433,8 +442,7 @@ if __name__ == "__main__":
             fps = envs.metadata["render_fps"]
             run.save_video(global_step, pool.render(film, size=600), fps)
         if run.due(args.checkpoint_freq, previous_step, global_step):
-            counters = {"updates": updates, "best_reward": best_reward, "scores": scores}
-            run.save(global_step, learner, counters, buffer)
+            keep()
 
     envs.close()
     run.close(global_step)

@@ -641,6 +641,8 @@ if __name__ == "__main__":
     except (UsageError, OSError) as error:  # of a file: its name and what is wrong with it
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except clip_reward.RewardWorkerError as error:
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -382,7 +383,7 @@ def reward_without(error):
         (MeanReward, -1, RewardWorkerError, r"helpers\.py.*cannot paint -1"),
         (reward_that(gain=float("nan")), 1, RewardWorkerError, "non-finite.*--clip-precision"),
         (
-            *(reward_that(error=torch.OutOfMemoryError()), 1, UsageError),
+            *(reward_that(error=torch.OutOfMemoryError()), 1, RewardWorkerError),
             "cpu has no memory for 2 frames.*--clip-batch-size",
         ),
         (reward_without(EOFError("truncated")), 1, RewardWorkerError, "truncated"),
@@ -396,15 +397,49 @@ def test_what_a_worker_raises_arrives(make_reward, state, kind, message):
     assert helpers.gone([worker.process.pid for worker in pool._workers])
 
 
-def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path):
-    with paint_pool(["cpu", "cpu"], 2, delay=30, folder=tmp_path) as pool:
-        pool.put(paint_states(40))
-        assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+@pytest.mark.parametrize("kind", ["states", "frames"])
+def test_a_lost_worker_is_replaced_and_changes_no_reward(number, devices, kind, tmp_path, capsys):
+    """killed, or stopped for longer than worker_timeout; frames so big that its pipe gets full"""
+    shape = (30, 1) if kind == "states" else (30, 300, 300, 3)
+    values = np.random.default_rng(0).integers(256, size=shape)
+    batch = {kind: values.astype(float if kind == "states" else np.uint8)}
+    make_reward = functools.partial(MeanReward, delay=0.1, folder=tmp_path)
+    with RewardPool(PaintRenderer, MeanReward, [], 2) as pool:
+        expected = pool.score(**batch)
+    with RewardPool(PaintRenderer, make_reward, devices, 2, worker_timeout=3) as pool:
+        pool.wait_ready().put(**batch)
+        assert wait_until(lambda: len(list(tmp_path.iterdir())) == len(devices))
+        pid = pool._workers[0].process.pid
+        os.kill(pid, number)
+        assert np.array_equal(pool.take(), expected)
+        assert pool.restarts == 1
+        assert np.array_equal(pool.score(**batch), expected)
+        assert pool.restarts == 1
         pids = [worker.process.pid for worker in pool._workers]
-        os.kill(pids[1], signal.SIGKILL)
+    assert wait_until(lambda: helpers.gone([pid, *pids]), 10)
+    how = "was killed .out of memory.., exit code -9"
+    if number == signal.SIGSTOP:
+        how = "gave no answer for 3 s .--worker-timeout."
+    assert re.fullmatch(f"WARNING: reward-worker-0-cpu {how}; .*\n", capsys.readouterr().err)
+
+
+def test_one_worker_may_be_lost_in_every_rollout_but_not_two_in_one():
+    failures = []
+    with paint_pool(["cpu", "cpu"], 2, delay=0.1) as pool:
+        pool.wait_ready().on_failure = lambda: failures.append(pool.restarts)
+        for rollout in range(2):
+            pool.put(paint_states(20))
+            os.kill(pool._workers[rollout].process.pid, signal.SIGKILL)
+            assert np.array_equal(pool.take(), np.arange(20) % 256)
+            assert pool.restarts == rollout + 1
+        pool.put(paint_states(40))
+        for worker in pool._workers:
+            os.kill(worker.process.pid, signal.SIGKILL)
         with pytest.raises(RewardWorkerError, match="killed.*-9"):
             pool.take()
-    assert wait_until(lambda: helpers.gone(pids), 10)
+        assert failures == [3]
 
 
 @pytest.mark.parametrize(
