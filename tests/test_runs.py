@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import gymnasium as gym
 import helpers
@@ -260,6 +261,45 @@ def test_nothing_outlives_a_run_and_a_signal_leaves_a_checkpoint(script, number,
     latest = checkpoint(folder)
     assert checkpoint(folder, f"step_{latest['global_step']}")["history"] == latest["history"]
     assert wait_until(lambda: helpers.gone(children), 2)
+
+
+def workers(pid):
+    """Its reward workers."""
+    children = helpers.descendants(pid)
+    return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+@BOTH
+def test_one_lost_worker_is_replaced_and_two_in_a_rollout_end_the_run(script, tmp_path):
+    flags = [script.__file__, *CLIP[script], "--reward-devices", "cpu", "cpu", "--video-freq", 0]
+    flags += ["--total-timesteps", 960, "--clip-batch-size", 8, "--runs-dir", tmp_path]
+    flags += ["--resume", "latest"]  # of which there is none yet
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    flags = list(map(str, flags))
+    process = subprocess.Popen([sys.executable, *flags], **pipes, env=helpers.environment())
+    for line in process.stdout:
+        if line.startswith("step 48 "):
+            os.kill(workers(process.pid)[0], signal.SIGKILL)
+        if line.startswith("step 240 "):
+            for pid in workers(process.pid):
+                os.kill(pid, signal.SIGKILL)
+    assert process.wait() == 1
+    warning, warning_2, error = process.stderr.read().splitlines()
+    for lost in (warning, warning_2):
+        assert re.match(r"WARNING: reward-worker-\d-cpu was killed .*exit code -9; ", lost)
+    assert re.fullmatch(r"error: reward-worker-\d-cpu was killed .*exit code -9", error)
+    folder = only_run(tmp_path)
+    stopped = checkpoint(folder)["global_step"]
+    assert 240 <= stopped < 960
+    restarts = [event.value for event in scalars(folder)[0]["charts/worker_restarts"]]
+    assert restarts[0] == 0 and restarts[-1] == 1 and len(restarts) == stopped // 24
+    run(*flags)
+    assert only_run(tmp_path) == folder and checkpoint(folder)["global_step"] == 960
+    args = clip_reward.load_args(folder, script.Args)
+    args.checkpoint_freq = 7  # a flag that --resume may change
+    assert clip_reward.latest_run(args) == str(folder)
+    args.seed = 2
+    assert clip_reward.latest_run(args) is None
 
 
 # ------------------------------------------------------------------------------ bad input
