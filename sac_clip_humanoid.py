@@ -58,7 +58,8 @@ class Args(clip_reward.RunArgs):
     total_timesteps: int = 10_000_000
     """environment steps in all, rounded up to whole rollouts"""
     num_envs: int = 32
-    """environments stepped in parallel, one process each (MountainCarContinuous: in this one)"""
+    """environments stepped in parallel, one process each (Humanoid-v5 and MountainCarContinuous:
+    in this one)"""
     episode_length: int = 100
     """steps of every episode; no episode ends earlier, and a rollout is one episode of each"""
     buffer_size: int = 1_000_000
@@ -92,6 +93,10 @@ class Args(clip_reward.RunArgs):
     """tune the entropy coefficient to a policy entropy of -dim(actions)"""
     entropy_coef: float = 1.0
     """the entropy coefficient, with --autotune only where it starts"""
+
+    def __post_init__(self):
+        if not self.reward.baseline_prompt and self.env_id.startswith("Humanoid"):
+            self.reward.baseline_prompt = ("a humanoid robot",)
 
 
 def check_args(args: Args) -> None:
@@ -404,8 +409,6 @@ def update(batch, learner, log_alpha, args: Args):
 
 if __name__ == "__main__":
     args = clip_reward.parse_args(Args, __doc__)
-    if not args.reward.baseline_prompt and args.env_id.startswith("Humanoid"):
-        args.reward.baseline_prompt = ("a humanoid robot",)
     check_args(args)
     scene, use_clip = check_env(args.env_id), args.reward.reward == "clip"
     judge = clip_reward.load_judge(args)
@@ -418,7 +421,11 @@ if __name__ == "__main__":
     # Environments. Without autoreset the last observation and picture are those of the episode.
     thunks = [make_env(args)] * N
     options = {"copy": False, "autoreset_mode": gym.vector.AutoresetMode.DISABLED}
-    if N == 1 or args.env_id == MOUNTAIN_CAR:
+    if args.env_id == "Humanoid-v5":
+        from environments.humanoid import HumanoidVectorEnv
+
+        envs = HumanoidVectorEnv(N)  # the same to the bit, and 2.5 times as fast
+    elif N == 1 or args.env_id == MOUNTAIN_CAR:
         envs = gym.vector.SyncVectorEnv(thunks, **options)
     else:
         # forkserver: processes share what is imported once, and inherit neither CUDA nor each
@@ -451,6 +458,13 @@ if __name__ == "__main__":
         buffer.load_state_dict(run.checkpoint["replay"])
         global_step, best_reward = run.checkpoint["global_step"], run.checkpoint["best_reward"]
         run.checkpoint = None  # it maps the file, which would keep its space until the end
+
+    def keep():
+        counters = {"log_alpha": log_alpha.detach(), "best_reward": best_reward}
+        run.save(global_step, learner, counters, buffer)
+
+    if pool:
+        pool.on_failure = keep  # in mid-rollout: all that was learned before it
 
     while global_step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout): a resumed run goes on as the
@@ -507,6 +521,8 @@ if __name__ == "__main__":
         seconds = {"physics_s": t1 - t0, "wait_s": t2 - t1, "update_s": time.perf_counter() - t2}
         seconds |= pool.timings if use_clip else {}
         more = {f"losses/{name}": value for name, value in zip(LOSSES, means, strict=False)}
+        if use_clip:
+            more["charts/worker_restarts"] = pool.restarts
         note = "random actions" if random_actions else ""
         run.log(global_step, rewards, env_rewards, success, seconds, more, note)
 
@@ -517,8 +533,7 @@ if __name__ == "__main__":
                 frames = pool.render(frames, size=max(240, args.render.render_size))
             run.save_video(global_step, frames, envs.metadata.get("render_fps", 30))
         if run.due(args.checkpoint_freq, previous_step, global_step):
-            counters = {"log_alpha": log_alpha.detach(), "best_reward": best_reward}
-            run.save(global_step, learner, counters, buffer)
+            keep()
 
     envs.close()
     run.close(global_step)
