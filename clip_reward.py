@@ -115,7 +115,7 @@ class RewardArgs:
         if self.worker_timeout < 1:
             raise UsageError(f"--worker-timeout {self.worker_timeout} is not positive")
         if devices[0].startswith("ray"):
-            devices = ray_cluster()[1:2]
+            devices = [ray_cluster()[1].lower()]
         if self.reward == "clip":
             check_prompts(self.target_prompt, self.baseline_prompt, self.reward_alpha)
             check_cost(self.clip_model, devices, frames, self.allow_slow)
@@ -646,8 +646,7 @@ class _Process:
 
 def ray_cluster():
     """Connect to the cluster that RAY_ADDRESS or `ray start` names, else start one on this machine
-    -> (ray, "cuda" or "cpu", how many of these it has now; waits for the first). Raises
-    UsageError."""
+    -> (ray, "GPU" or, where it has none, "CPU"); waits for the first. Raises UsageError."""
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # 40 s for an address without a cluster
     try:
         import ray
@@ -661,14 +660,14 @@ def ray_cluster():
             raise UsageError(f"--reward-devices ray: {error}; {where}") from error
     while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():  # a head that only leads
         time.sleep(1)
-    return ray, "cuda" if "GPU" in has else "cpu", int(has.get("GPU") or has["CPU"])
+    return ray, "GPU" if "GPU" in has else "CPU"
 
 
 class _Remote:
     """What a Ray actor is: a `Scorer` on the one GPU that Ray lets it see."""
 
     def __init__(self, kind, *setup):
-        self.scorer = _scorer(setup, "cuda:0" if kind == "cuda" else "cpu")
+        self.scorer = _scorer(setup, "cuda:0" if kind == "GPU" else "cpu")
 
     def wait_ready(self):
         return f"{self.scorer.wait_ready()}, at {socket.gethostname()}"
@@ -686,7 +685,7 @@ class _Actor:
         import ray
 
         self.ray, self.timeout = ray, timeout
-        resources = {"num_gpus": share} if kind == "cuda" else {"num_cpus": share}
+        resources = {"num_gpus": share} if kind == "GPU" else {"num_cpus": share}
         options = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 2}
         self.actor = self.ray.remote(**options, **resources)(_Remote).remote(kind, *setup)
 
@@ -759,11 +758,12 @@ class RewardPool:
         self._waiting, self._kind = [], None  # what is put and makes no full chunk yet
         self._setup, self._timeout = (make_renderer, make_reward), worker_timeout
         self._workers, self._ready, self._threads, self._losses = [], [], [], 0
+        self._ray = RAY_DEVICES.fullmatch(str(devices[0])) if devices else None
+        # decided once: a cluster that lost its last GPU is not one of CPUs
+        self._cluster = ray_cluster() if self._ray else None
         # Workers ignore SIGTERM: multiprocessing's own way to end them at exit would wait for ever
         atexit.register(self.close)
-        self._ray = RAY_DEVICES.fullmatch(devices[0]) if devices else None
         if self._ray:
-            self._kind_of_device = ray_cluster()[1]  # and not what it has when others are gone
             self._grow()
         elif not devices:
             self._add(Scorer(*self._setup, "cuda:0" if torch.cuda.is_available() else "cpu"))
@@ -783,11 +783,11 @@ class RewardPool:
     def _grow(self):
         """Ask Ray for the actors that are still missing: of N, or of as many as there is room for
         in the cluster as it is now."""
-        count, share = self._ray.groups()
+        (ray, kind), (count, share) = self._cluster, self._ray.groups()
         share = float(share or 1)
-        count = int(count) if count else int(ray_cluster()[2] / share)
-        for _ in range(len(self._workers), max(1, count)):
-            self._add(_Actor(self._kind_of_device, share, self._timeout, *self._setup))
+        count = count or ray.cluster_resources().get(kind, 0) / share
+        for _ in range(len(self._workers), int(count)):
+            self._add(_Actor(kind, share, self._timeout, *self._setup))
 
     def _feed(self, worker, ready):
         """The life of a worker's thread, and of all that take its place."""
@@ -803,10 +803,13 @@ class RewardPool:
             if self._closed:
                 return
             if not gone:  # by itself; else Ray starts it again
-                self._losses += 1
                 if not ready.done():
                     ready.set_exception(cause)
-                    break
+                    if not self.description:
+                        break
+                    print(f"WARNING: {cause}; it is not used", file=sys.stderr)
+                    return
+                self._losses += 1
                 if self._losses > 1 or isinstance(cause, UsageError) or isinstance(worker, Scorer):
                     break
                 worker.restart()
@@ -835,6 +838,7 @@ class RewardPool:
         """Wait until every worker, or the first of Ray's, has its renderer and its model. Raises
         UsageError, RewardWorkerError if one could not start."""
         if self._ray:
+            print(f"waiting for the first of {len(self._ready)} Ray actors", flush=True)
             done, _ = concurrent.futures.wait(self._ready, return_when="FIRST_COMPLETED")
             count = f"{len(done)} of {len(self._ready)} Ray actors; others join when they are ready"
             self.description = [*self._results(list(done)), count]

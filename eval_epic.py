@@ -344,7 +344,8 @@ def rewards_of(args: clip_reward.RewardArgs, alphas, make_renderer, states):
     process, where workers would take longer to start: {alpha: [N] float64}."""
     make_reward = functools.partial(Alphas, args=args, alphas=alphas)
     devices = args.devices() if args.reward_devices or len(states) > 2000 else []
-    once = 8 * args.clip_batch_size * max(1, len(devices))
+    workers = 64 if devices[:1] and devices[0].startswith("ray") else max(1, len(devices))
+    once = 8 * args.clip_batch_size * workers
     parts = [states[start : start + once] for start in range(0, len(states), once)]
     with clip_reward.RewardPool(make_renderer, make_reward, devices, args.clip_batch_size) as pool:
         rewards = [pool.score(part) for part in tqdm(parts, f"{once} states each", disable=None)]

@@ -10,6 +10,10 @@ Several GPUs (one process each, which draws and scores its share of every rollou
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \\
         --reward-devices cuda:0 cuda:1 cuda:2 cuda:3
 
+All GPUs of a Ray cluster (`ray start --head` here, `ray start --address HEAD:6379` elsewhere):
+
+    python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --reward-devices ray
+
 Offline on a laptop, with the small CLIP that comes with the project:
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \\

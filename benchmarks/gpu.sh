@@ -60,6 +60,8 @@ else
     piece overlap 60 pipeline.py --scorer-ms 1.6 --rollouts 2
     model ViT-bigG-14 150 --batches 64 256 --num-envs 16
     piece updates_compiled 120 updates.py --device "$DEVICE" --rows compiled
+    piece ray 90 pipeline.py --clip-model ViT-L-14/random --render-size 480 --rollouts 2 \
+        --reward-devices ray:2:0.5
     draw draw_light_by_4 light "$DEVICE" "$DEVICE" "$DEVICE" "$DEVICE"
     model ViT-B-32 60 --batches 256
 fi

@@ -277,6 +277,9 @@ def test_folding_batch_norm_away_changes_no_embedding(kind, request):
 # ------------------------------------------------------------------------------ the pool
 
 
+CUDA = [["cuda:0", "cuda:0"]] * torch.cuda.is_available()
+
+
 def paint_pool(devices, batch_size=64, **options):
     make_reward = functools.partial(MeanReward, **options)
     return RewardPool(PaintRenderer, make_reward, devices, batch_size)
@@ -398,7 +401,7 @@ def test_what_a_worker_raises_arrives(make_reward, state, kind, message):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"], *CUDA])
 @pytest.mark.parametrize("kind", ["states", "frames"])
 def test_a_lost_worker_is_replaced_and_changes_no_reward(number, devices, kind, tmp_path, capsys):
     """killed, or stopped for longer than worker_timeout; frames so big that its pipe gets full"""
@@ -422,7 +425,8 @@ def test_a_lost_worker_is_replaced_and_changes_no_reward(number, devices, kind, 
     how = "was killed .out of memory.., exit code -9"
     if number == signal.SIGSTOP:
         how = "gave no answer for 3 s .--worker-timeout."
-    assert re.fullmatch(f"WARNING: reward-worker-0-cpu {how}; .*\n", capsys.readouterr().err)
+    warning = capsys.readouterr().err
+    assert re.fullmatch(f"WARNING: reward-worker-0-{devices[0]} {how}; .*\n", warning)
 
 
 def test_one_worker_may_be_lost_in_every_rollout_but_not_two_in_one():

@@ -93,7 +93,7 @@ def test_the_script_takes_the_command_and_resumes(command, tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", [script, *words])
     monkeypatch.setattr(clip_reward, "check_model", lambda *_: None)
     monkeypatch.setattr(clip_reward, "check_cost", lambda *_: None)
-    monkeypatch.setattr(clip_reward, "ray_cluster", lambda: (None, "cuda", 1))
+    monkeypatch.setattr(clip_reward, "ray_cluster", lambda: (None, "GPU"))
     args = clip_reward.parse_args(sac.Args, "")
     sac.check_args(args)
     assert args.reward.target_prompt == ("a humanoid robot kneeling",) and args.resume is None
