@@ -8,6 +8,7 @@ Every row is a run of sac_clip_humanoid.py with one update a rollout, after all 
 so many times what one that sleeps does alone, without a run.
 """
 
+import contextlib
 import csv
 import functools
 import json
@@ -61,6 +62,13 @@ def feeding_seconds(pool):
     return total
 
 
+def sleeper(device, ms):
+    """One that stands for a GPU, and does not step aside as a worker on the CPU does (as root)."""
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    return Sleeper(device, ms)
+
+
 def run_asleep(ms, actors, path):
     """Run the script that is named on the command line with actors that sleep; writes the time and
     `feeding_seconds` at the end of every rollout to `path`."""
@@ -72,7 +80,7 @@ def run_asleep(ms, actors, path):
 
     class Pool(clip_reward.RewardPool):
         def __init__(self, _, __, devices, *sizes):
-            super().__init__(Blank, functools.partial(Sleeper, ms=ms), devices, *sizes)
+            super().__init__(Blank, functools.partial(sleeper, ms=ms), devices, *sizes)
 
         def wait_ready(self):
             super().wait_ready()
@@ -129,7 +137,7 @@ def plot(rows, alone, args):
 
 
 def main(args: Args):
-    rows, sleep = [], functools.partial(Sleeper, ms=args.scorer_ms)
+    rows, sleep = [], functools.partial(sleeper, ms=args.scorer_ms)
     alone = pool_alone(Blank, sleep, ["cpu"], 64, np.zeros((6400, 47)))
     for num_envs in args.num_envs:
         for actors in args.actors:
