@@ -59,7 +59,7 @@ from egl_render import UsageError
 
 # ------------------------------------------------------------------------------ flags
 
-RAY_DEVICES = re.compile(r"ray(?::([1-9]\d*))?(?::(1|0?\.\d+))?")  # how many, GPUs each
+RAY_DEVICES = re.compile(r"ray(?::([1-9]\d*))?(?::(1|0?\.\d*[1-9]))?")  # how many, GPUs each
 
 
 @dataclass
@@ -88,7 +88,8 @@ class RewardArgs:
     default: every CUDA device, else one "cpu" per core, at most four. ray: every GPU of a Ray
     cluster (CPUs if it has none), ray:N: N of them, ray:N:0.5: half a GPU each"""
     worker_timeout: int = 600
-    """seconds without an answer after which a worker counts as hung and is replaced"""
+    """seconds without an answer after which a worker counts as hung and is replaced; to start it
+    has 600 or more"""
     allow_slow: bool = False
     """start even if this machine would need days for the model"""
 
@@ -523,15 +524,13 @@ class Scorer:
     @torch.inference_mode()
     def _score(self, drawn):
         self.loading.result()
-        frames, render_s = drawn.result()
-        began = time.perf_counter()
         try:
+            frames, render_s = drawn.result()
+            began = time.perf_counter()
             rewards = self.reward(frames).float().cpu()
         except torch.OutOfMemoryError as error:
-            raise RewardWorkerError(
-                f"{self.device} has no memory for {len(frames)} frames at once; use a smaller "
-                f"--clip-batch-size"
-            ) from error
+            problem = f"{self.device} has no memory for so many frames at once"
+            raise RewardWorkerError(f"{problem}; use a smaller --clip-batch-size") from error
         if not rewards.isfinite().all():
             raise FloatingPointError("non-finite reward; try --clip-precision bf16 or fp32")
         return rewards.numpy(), render_s, time.perf_counter() - began
@@ -565,12 +564,11 @@ def _serve(connection, device, *setup):
 
     def answer(result):
         try:
-            message = (None, result())
+            connection.send((None, result()))
         except (UsageError, RewardWorkerError) as error:
-            message = (type(error), str(error))
+            connection.send((type(error), str(error)))
         except BaseException:
-            message = (RewardWorkerError, f"it failed:\n{traceback.format_exc()}")
-        connection.send(message)
+            connection.send((RewardWorkerError, f"it failed:\n{traceback.format_exc()}"))
 
     answering.submit(answer, scorer.wait_ready)
     with contextlib.suppress(EOFError, OSError):  # the parent is gone, however it died
@@ -591,22 +589,30 @@ class _Process:
         context = mp.get_context("spawn")  # which CUDA wants
         self.connection, theirs = context.Pipe()
         arguments = (theirs, *self.setup)
-        self.process = context.Process(target=_serve, args=arguments, name=self.name, daemon=True)
-        self.process.start()
+        process = context.Process(target=_serve, args=arguments, name=self.name, daemon=True)
+        process.start()
         theirs.close()
+        self.process = process  # only one that runs can be killed
 
     def submit(self, *job):
-        with contextlib.suppress(OSError):  # it died: `result` says how
+        try:
             self.connection.send(job)
+        except BlockingIOError:  # half a message is sent, and nothing may follow it
+            raise self._hangs() from None
+        except OSError:  # it died: `result` says how
+            pass
         return self
+
+    def _hangs(self):
+        problem = f"gave no answer for {self.timeout} s (--worker-timeout)"
+        return RewardWorkerError(f"{self.name} {problem}")
 
     def result(self):
         """The next answer. Raises what the worker raised, RewardWorkerError if it died or hangs."""
         try:
             kind, value = self.connection.recv()
         except BlockingIOError:
-            problem = f"gave no answer for {self.timeout} s (--worker-timeout)"
-            raise RewardWorkerError(f"{self.name} {problem}") from None
+            raise self._hangs() from None
         except (EOFError, OSError):
             self.process.join(5)
             code = self.process.exitcode
@@ -634,14 +640,17 @@ class _Process:
         with self.closing:
             if not self.closed:
                 self.process.kill()
-                self.process.join()
-                self.start()
+                self.process.join(5)  # one that is stuck in a driver dies later, or never
+                try:
+                    self.start()
+                except OSError as error:
+                    raise RewardWorkerError(f"{self.name} cannot be started: {error}") from error
 
     def close(self):
         with self.closing:
             self.closed = True
             self.process.kill()  # it keeps nothing that has to be written, and may be stopped
-            self.process.join()
+            self.process.join(5)
 
 
 def ray_cluster():
@@ -655,11 +664,12 @@ def ray_cluster():
     if not ray.is_initialized():
         try:
             ray.init(logging_level="error", log_to_driver=False)
-        except ConnectionError as error:
+        except (ConnectionError, RuntimeError, ValueError) as error:
             where = "it is RAY_ADDRESS, or what `ray start` left here and `ray stop` removes"
             raise UsageError(f"--reward-devices ray: {error}; {where}") from error
-    while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():  # a head that only leads
-        time.sleep(1)
+    while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():
+        print("the Ray cluster has neither GPU nor CPU yet; waiting for its first node", flush=True)
+        time.sleep(10)
     return ray, "GPU" if "GPU" in has else "CPU"
 
 
@@ -690,7 +700,10 @@ class _Actor:
         self.actor = self.ray.remote(**options, **resources)(_Remote).remote(kind, *setup)
 
     def wait_ready(self):
-        return self._get(self.actor.wait_ready.options(max_task_retries=-1).remote())
+        try:
+            return self._get(self.actor.wait_ready.options(max_task_retries=-1).remote())
+        except ConnectionError as error:  # though tried for ever: Ray has given it up
+            raise RewardWorkerError(str(error)) from None
 
     def submit(self, *job):  # pickled here: as one string of bytes it costs half of Ray's time
         ref = self.actor.score.remote(pickle.dumps(job))
@@ -717,6 +730,11 @@ class _Actor:
         self.ray.kill(self.actor)
 
 
+def _warn(line):
+    with contextlib.suppress(OSError):  # of a pipe that nobody reads; print would keep the text
+        os.write(2, f"WARNING: {line}\n".encode())
+
+
 class RewardPool:
     """Workers, one process each, that draw and score states in chunks of `batch_size`.
 
@@ -726,8 +744,9 @@ class RewardPool:
     Workers start in the background; they end with `close()`, or however the parent ends.
 
     A worker that is lost (it died, hangs or raised) is started again and its chunks are done by
-    whoever is free; the second that is lost between two calls of `take` ends the pool with its
-    cause. Ray's are started again by Ray, as often as their process or node is gone.
+    whoever is free; the second that is lost between two calls of `take` or `render` ends the pool
+    with its cause, and so does one that cannot start at first. Ray starts its own again as often as
+    their process or node is gone; those that cannot start are left out while others work.
 
     Args:
         make_renderer: picklable, called without arguments in every worker once it is bound to its
@@ -742,8 +761,8 @@ class RewardPool:
     Attributes:
         timings: {"render_s", "clip_s"} of what was taken last: seconds, a worker's on average.
         description: one line per worker, once `wait_ready()` has returned.
-        restarts: how many workers were lost and started again.
-        on_failure: called before a RewardWorkerError is raised.
+        restarts: how many workers were lost and started again, or are to be by Ray.
+        on_failure: called before an error is raised.
     """
 
     def __init__(
@@ -757,7 +776,8 @@ class RewardPool:
         self._queue, self._futures, self._closed = queue.SimpleQueue(), [], False
         self._waiting, self._kind = [], None  # what is put and makes no full chunk yet
         self._setup, self._timeout = (make_renderer, make_reward), worker_timeout
-        self._workers, self._ready, self._threads, self._losses = [], [], [], 0
+        self._workers, self._ready, self._threads = [], [], []
+        self._working, self._losses = set(), 0  # lost since the last results, but for Ray's own
         self._ray = RAY_DEVICES.fullmatch(str(devices[0])) if devices else None
         # decided once: a cluster that lost its last GPU is not one of CPUs
         self._cluster = ray_cluster() if self._ray else None
@@ -790,33 +810,44 @@ class RewardPool:
             self._add(_Actor(kind, share, self._timeout, *self._setup))
 
     def _feed(self, worker, ready):
-        """The life of a worker's thread, and of all that take its place."""
+        """Feed one worker, and those that replace it, until the pool closes."""
+        # inherited by the workers that this thread starts: Ctrl-C while one imports is not for it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         under_way = collections.deque()  # (future, *chunk) that are with the worker
+        lost = False
         while True:
             try:
+                if lost:
+                    worker.restart()
                 line = worker.wait_ready()
+                self._working.add(worker)
                 if not ready.done():
                     ready.set_result(line)
                 return self._keep_busy(worker, under_way)
             except BaseException as error:
-                cause, gone = error, isinstance(error, ConnectionError)
+                cause, lines = error, str(error).splitlines() or [repr(error)]
             if self._closed:
                 return
-            if not gone:  # by itself; else Ray starts it again
-                if not ready.done():
-                    ready.set_exception(cause)
-                    if not self.description:
-                        break
-                    print(f"WARNING: {cause}; it is not used", file=sys.stderr)
-                    return
+            # else a Ray actor whose process or node is gone, and which Ray starts again
+            lost = not (isinstance(worker, _Actor) and isinstance(cause, ConnectionError))
+            first, worked = not ready.done(), worker in self._working
+            self._working.discard(worker)
+            brief = " ".join(dict.fromkeys([lines[0], lines[-1]]))  # of a traceback
+            if lost:
                 self._losses += 1
-                if self._losses > 1 or isinstance(cause, UsageError) or isinstance(worker, Scorer):
+                if first:
+                    ready.set_exception(cause)
+                elif isinstance(cause, UsageError):  # it has worked before
+                    cause = RewardWorkerError(str(cause))
+                if self._ray and not worked and self._working:
+                    worker.close()
+                    return _warn(f"{brief}; it is left out")
+                if self._losses > 1 or first or isinstance(worker, Scorer):
                     break
-                worker.restart()
-            print(f"WARNING: {cause}; it is started again", file=sys.stderr)
             self.restarts += 1
             while under_way:
                 self._queue.put(under_way.popleft())
+            _warn(f"{brief}; it is started again")
         while job := under_way.popleft() if under_way else self._queue.get():
             job[0].set_exception(cause)
 
@@ -841,7 +872,8 @@ class RewardPool:
             print(f"waiting for the first of {len(self._ready)} Ray actors", flush=True)
             done, _ = concurrent.futures.wait(self._ready, return_when="FIRST_COMPLETED")
             count = f"{len(done)} of {len(self._ready)} Ray actors; others join when they are ready"
-            self.description = [*self._results(list(done)), count]
+            good = [ready for ready in done if not ready.exception()]
+            self.description = [*self._results(good or list(done)), count]
         else:
             self.description = self._results(self._ready)
         return self
@@ -880,15 +912,20 @@ class RewardPool:
         return future
 
     def _results(self, futures):
+        if futures and self._closed:
+            raise RuntimeError("the pool is closed")
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()  # the first error, however long others still take
-            return [future.result() for future in futures]
         except BaseException as error:
-            self.close()
-            if isinstance(error, RewardWorkerError):
-                self.on_failure()
+            try:
+                self.close()
+            finally:
+                if isinstance(error, Exception):  # and not the second Ctrl-C
+                    self.on_failure()
             raise
+        self._losses = 0
+        return [future.result() for future in futures]
 
     def take(self):
         """Rewards [B] float32 of all that was put since the last time, in its order; waits. Raises
@@ -897,11 +934,11 @@ class RewardPool:
         futures, self._futures = self._futures, []
         results = self._results(futures) or [(np.empty(0, np.float32), 0, 0)]
         rewards, render_s, clip_s = zip(*results)
-        workers = len(self._workers)
+        workers = max(1, len(self._working))
         self.timings = {"render_s": sum(render_s) / workers, "clip_s": sum(clip_s) / workers}
-        self._losses = 0
         if self._ray:
-            self._grow()
+            with contextlib.suppress(self._cluster[0].exceptions.RayError):  # ask again next time
+                self._grow()
         return np.concatenate(rewards)
 
     def score(self, states=None, frames=None):
@@ -1076,6 +1113,7 @@ def parse_args(Args, description):
     args = tyro.cli(Args, **options)
     if args.resume == "latest":
         args.resume = latest_run(args)
+        print(f"--resume latest: {args.resume or 'no such run yet, a new one'}")
     if (resume := args.resume) is None:
         return args
     saved = load_args(resume, Args)
@@ -1112,7 +1150,9 @@ def make_pool(args, make_renderer):
     if not use_clip and not (make_renderer and args.video_freq):
         return None
     score = functools.partial(make_clip_reward, args=args.reward) if use_clip else None
-    devices = args.reward.devices()[: None if use_clip else 1]
+    devices = args.reward.devices()
+    if not use_clip:
+        devices = ["ray:1" if devices[0].startswith("ray") else devices[0]]
     sizes = args.reward.clip_batch_size, args.reward.worker_timeout
     return RewardPool(make_renderer, score, devices, *sizes)
 
@@ -1184,7 +1224,8 @@ class Run:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         self.folder = Path(args.resume or Path(args.runs_dir) / re.sub("[/:]", "_", name))
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (self.folder / "args.json").write_text(json.dumps(flags(args), indent=2))
+        (self.folder / "args.tmp").write_text(json.dumps(flags(args), indent=2))
+        (self.folder / "args.tmp").replace(self.folder / "args.json")
         if args.resume:
             path = self.folder / "checkpoints/latest.pt"
             self.checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -1195,7 +1236,9 @@ class Run:
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             names |= {"name": self.folder.name, "dir": self.folder}
+            hook = sys.excepthook  # wandb's would print a traceback before the one line
             wandb.init(sync_tensorboard=True, config=flags(args), **names)
+            sys.excepthook = hook
         from torch.utils.tensorboard import SummaryWriter  # slow to import: not before --help
         from tqdm import tqdm
 
@@ -1213,7 +1256,8 @@ class Run:
         if self.stopped and number == signal.SIGINT:  # SIGTERM may come from several who end a job
             sys.exit(128 + number)
         self.stopped = number
-        os.write(2, b"\nstopping after this rollout; Ctrl-C once more to stop now\n")
+        with contextlib.suppress(OSError):  # of `| tee`, which dies of the same Ctrl-C
+            os.write(2, b"\nstopping after this rollout; Ctrl-C once more to stop now\n")
 
     def log(self, global_step, rewards, env_rewards, success, seconds, more, note):
         """One rollout: events, a line on the console, the bar. rewards (learned from) and
@@ -1230,8 +1274,9 @@ class Run:
             charts["clip_reward"] = rewards.mean()
         line = "  ".join(f"{name} {value:.4g}" for name, value in charts.items())
         times = "  ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-        self.bar.write(f"step {global_step:,}  {line}  {times}  {note}")
-        self.bar.update(global_step - self.bar.n)
+        with contextlib.suppress(OSError):
+            self.bar.write(f"step {global_step:,}  {line}  {times}  {note}")
+            self.bar.update(global_step - self.bar.n)
         scalars = {f"charts/{name}": value for name, value in charts.items()} | more
         scalars |= {f"time/{name}": value for name, value in seconds.items()}
         for tag, value in scalars.items():

@@ -387,7 +387,7 @@ def reward_without(error):
         (reward_that(gain=float("nan")), 1, RewardWorkerError, "non-finite.*--clip-precision"),
         (
             *(reward_that(error=torch.OutOfMemoryError()), 1, RewardWorkerError),
-            "cpu has no memory for 2 frames.*--clip-batch-size",
+            "cpu has no memory for so many frames.*--clip-batch-size",
         ),
         (reward_without(EOFError("truncated")), 1, RewardWorkerError, "truncated"),
         (reward_without(UsageError("no weights")), 1, UsageError, "^no weights$"),
@@ -403,7 +403,7 @@ def test_what_a_worker_raises_arrives(make_reward, state, kind, message):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"], *CUDA])
 @pytest.mark.parametrize("kind", ["states", "frames"])
-def test_a_lost_worker_is_replaced_and_changes_no_reward(number, devices, kind, tmp_path, capsys):
+def test_a_lost_worker_is_replaced_and_changes_no_reward(number, devices, kind, tmp_path, capfd):
     """killed, or stopped for longer than worker_timeout; frames so big that its pipe gets full"""
     shape = (30, 1) if kind == "states" else (30, 300, 300, 3)
     values = np.random.default_rng(0).integers(256, size=shape)
@@ -425,7 +425,7 @@ def test_a_lost_worker_is_replaced_and_changes_no_reward(number, devices, kind, 
     how = "was killed .out of memory.., exit code -9"
     if number == signal.SIGSTOP:
         how = "gave no answer for 3 s .--worker-timeout."
-    warning = capsys.readouterr().err
+    warning = capfd.readouterr().err
     assert re.fullmatch(f"WARNING: reward-worker-0-{devices[0]} {how}; .*\n", warning)
 
 
@@ -444,6 +444,20 @@ def test_one_worker_may_be_lost_in_every_rollout_but_not_two_in_one():
         with pytest.raises(RewardWorkerError, match="killed.*-9"):
             pool.take()
         assert failures == [3]
+
+
+def test_a_worker_that_cannot_be_started_again_ends_the_pool(monkeypatch):
+    failures = []
+    with paint_pool(["cpu", "cpu"], 2, delay=0.2) as pool:
+        pool.wait_ready().on_failure = lambda: failures.append(1)
+        monkeypatch.setattr(pool._workers[0], "start", lambda: open("/dev/null/no process"))
+        pool.put(paint_states(20))
+        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+        with pytest.raises(RewardWorkerError, match="worker-0-cpu cannot be started: .*Not a dir"):
+            pool.take()
+        assert failures == [1]
+        with pytest.raises(RuntimeError, match="closed"):
+            pool.render(paint_states(2))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_rewards_are_the_local_pools_to_the_bit(cluster):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_actor_changes_no_reward(cluster, number, tmp_path, capsys):
+def test_a_lost_actor_changes_no_reward(cluster, number, tmp_path, capfd):
     with slow_pool(["ray:2"], tmp_path, worker_timeout=3) as pool:
         assert np.array_equal(pool.score(np.arange(60.0)[:, None]), np.arange(60.0))
 
@@ -92,7 +92,7 @@ def test_a_lost_actor_changes_no_reward(cluster, number, tmp_path, capsys):
         os.kill(victim, number)
         assert np.array_equal(pool.take(), np.arange(100, 160.0))
         assert pool.restarts == 1
-        assert "WARNING: a Ray actor" in capsys.readouterr().err
+        assert "WARNING: a Ray actor" in capfd.readouterr().err
         assert wait_until(lambda: helpers.gone([victim]), 10)
         processes(tmp_path)
         assert wait_until(both, 60)  # the one that took its place among them
@@ -140,7 +140,9 @@ def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, 
     )
     for line in process.stdout:
         if line.startswith("step 240 "):
-            actors = subprocess.run(["pgrep", "-f", "ray::_Remote"], capture_output=True, text=True)
+            actors = subprocess.run(
+                ["pgrep", "-n", "-f", "ray::_Remote"], capture_output=True, text=True
+            )
             os.kill(int(actors.stdout.split()[0]), signal.SIGKILL)
     assert process.wait() == 0
     local, ours = only_run(tmp_path / "local"), only_run(tmp_path / "ray")

@@ -320,6 +320,7 @@ BAD_FOR_BOTH = [
         "ray cpu: Ray's are ray, ray:N",
     ),
     (PROMPT | dict(reward_devices=("ray:0",)), "--reward-devices ray:0"),
+    (PROMPT | dict(reward_devices=("ray:2:0.0",)), "--reward-devices ray:2:0.0"),
     (PROMPT | dict(worker_timeout=0), "--worker-timeout 0"),
     (PROMPT | dict(clip_batch_size=0), "--clip-batch-size 0"),
     (PROMPT | dict(render_size=-4), "--render-size -4"),
