@@ -75,7 +75,10 @@ def run_asleep(ms, actors, path):
     import ray
 
     # Ray counts CPUs: as many as there are actors, whatever the machine has
-    ray.init(address="local", num_cpus=actors, include_dashboard=False, log_to_driver=False)
+    # and 64 processes take longer to start on two cores than it waits for them
+    config = {"worker_register_timeout_seconds": 600}
+    options = {"include_dashboard": False, "log_to_driver": False, "_system_config": config}
+    ray.init(address="local", num_cpus=actors, **options)
     marks = []
 
     class Pool(clip_reward.RewardPool):

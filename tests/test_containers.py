@@ -154,7 +154,7 @@ def test_the_image_has_all_code_and_nothing_else():
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     wanted = {f"{module}.py" for module in tools["py-modules"]} | {"requirements.txt"}
     tops = {name.partition("/")[0] for name in files}
-    assert tops == wanted | {*tools["packages"], "benchmarks"}
+    assert tops == wanted | {*tools["packages"], "benchmarks", "examples"}
     assert "tiny_clip/open_clip_model.safetensors" in files
     assert not [name for name in files if "__pycache__" in name]
     script = re.search(r"sed '(.*?)' /tmp/requirements.txt", DOCKERFILE)[1]

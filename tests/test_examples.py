@@ -1,0 +1,113 @@
+"""The examples do what they say, started as a user would."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+
+import helpers
+import imageio.v2 as imageio
+import pytest
+from helpers import ROOT, gone, only_run, wait_until
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+GOOD = ("a leaning pole", "pole vertically upright on top of the cart")
+BAD = "pole and cart"  # the baseline as well, which is an error of this prompt's runs only
+SWEEP = [
+    *("examples/sweep.py", "--tasks", "CartPole", "--prompts", *GOOD, BAD, "--seeds", 1, 2),
+    *("--reward-alpha", 0.5, "--baseline-prompt", BAD, "--video-freq", 0, "--hidden-size", 16),
+    *("--num-envs", 2, "--episode-length", 12, "--gradient-steps", 6, "--learning-starts", 24),
+]
+
+
+def start(out, steps):
+    """The sweep as a process with a group of its own and, whatever runs here, a Ray of its own."""
+    command = [sys.executable, *SWEEP, "--out", out, "--total-timesteps", steps]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"env": helpers.environment(RAY_ADDRESS="local"), "start_new_session": True}
+    return subprocess.Popen([*map(str, command)], cwd=ROOT, **pipes, **options)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """(folder, exit code, printed, processes it had) of a sweep in which somebody pressed Ctrl-C
+    when both good prompts were being learned."""
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    process = start(out, 10**6)
+    consoles = [out / "CartPole" / prompt / "1/console.txt" for prompt in GOOD]
+    try:
+        learning = wait_until(
+            lambda: all(file.exists() and "\nstep 96 " in file.read_text() for file in consoles),
+            300,
+        )
+        assert learning, process.poll() is None or process.stdout.read()
+        processes = helpers.descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+        printed, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    return out, process.returncode, printed, processes
+
+
+@pytest.fixture(scope="module")
+def finished(stopped):
+    """(folder, printed, {(prompt, seed): line of results.csv}) of the same sweep, started again."""
+    out, *_ = stopped
+    process = start(out, 48)
+    try:
+        printed, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 1, printed
+    with open(out / "results.csv", newline="") as file:
+        return out, printed, {(line["prompt"], line["seed"]): line for line in csv.DictReader(file)}
+
+
+def test_ctrl_c_leaves_checkpoints_and_no_process(stopped):
+    out, code, printed, processes = stopped
+    assert code == 130 and "Traceback" not in printed, printed
+    assert len(processes) > 6 and wait_until(lambda: gone(processes), 20)
+    for prompt in GOOD:
+        folder = only_run(out / "CartPole" / prompt / "1")
+        assert helpers.checkpoint(folder)["global_step"] >= 96
+
+
+def test_the_table_is_what_the_event_files_say(finished):
+    out, printed, lines = finished
+    assert lines.keys() == {(prompt, seed) for prompt in GOOD for seed in "12"}
+    for (prompt, seed), line in lines.items():
+        folder = only_run(out / "CartPole" / prompt / seed)  # the stopped went on in their own
+        events, _ = helpers.scalars(folder)
+        values = {tag: [event.value for event in events[tag]] for tag in events}
+        tenth = max(1, len(values["charts/clip_reward"]) // 10)
+        for name in ("clip_reward", "success_rate", "episodic_return"):
+            mean = sum(values[f"charts/{name}"][-tenth:]) / tenth
+            assert float(line[name]) == pytest.approx(mean, rel=1e-3)
+        best = max(values["charts/clip_reward"])
+        assert float(line["best_clip_reward"]) == pytest.approx(best, rel=1e-3)
+        steps = events["charts/clip_reward"][-1].step
+        assert int(line["steps"]) == steps and (steps == 48 or seed == "1")
+        seconds = sum(sum(values[f"time/{part}_s"]) for part in ("physics", "wait", "update"))
+        assert float(line["hours"]) == pytest.approx(seconds / 3600, rel=0.06)
+        assert (line["task"], line["share"]) == ("CartPole", "1 CPU")
+        shown = [text for text in printed.splitlines() if text.split()[:2] == ["CartPole", seed]]
+        assert any(text.split()[2] == line["clip_reward"] and prompt in text for text in shown)
+
+
+def test_a_failed_run_is_one_line_and_the_others_finish(finished):
+    out, printed, _ = finished
+    failed = [line for line in printed.splitlines() if "FAILED" in line]
+    assert len(failed) == 2 and "Traceback" not in printed
+    for seed in (1, 2):
+        console = out / "CartPole" / BAD / f"{seed}/console.txt"
+        line = f"FAILED, exit code 2: CartPole, seed {seed}, {BAD}; see {console}"
+        assert line in failed and "is the target, too" in console.read_text()
+
+
+def test_the_plot_shows_both_prompts_in_both_panels(finished):
+    picture = imageio.imread(finished[0] / "curves.png")[..., :3].astype(int)
+    half = picture.shape[1] // 2
+    for panel in (picture[:, :half], picture[:, half:]):
+        for color in ((31, 119, 180), (255, 127, 14)):  # Matplotlib's first two
+            assert (abs(panel - color).max(-1) < 8).sum() > 30
