@@ -1,6 +1,6 @@
 r"""Many runs on one Ray cluster: tasks x prompts x seeds, each with a GPU, or a share, of its own.
 
-Which sentence teaches CartPole, which MountainCar? 18 runs, offline, ten minutes on two cores:
+Which sentence teaches CartPole, which MountainCar? 18 runs, offline, 15 minutes on two cores:
 
     pip install ".[ray]"
     python examples/sweep.py
