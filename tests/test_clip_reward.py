@@ -277,7 +277,7 @@ def test_folding_batch_norm_away_changes_no_embedding(kind, request):
 # ------------------------------------------------------------------------------ the pool
 
 
-CUDA = [["cuda:0", "cuda:0"]] * torch.cuda.is_available()
+CUDA = [(["cuda:0", "cuda:0"], "states")] * torch.cuda.is_available()
 
 
 def paint_pool(devices, batch_size=64, **options):
@@ -400,9 +400,16 @@ def test_what_a_worker_raises_arrives(make_reward, state, kind, message):
     assert helpers.gone([worker.process.pid for worker in pool._workers])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"], *CUDA])
-@pytest.mark.parametrize("kind", ["states", "frames"])
+@pytest.mark.parametrize(
+    "number, devices, kind",
+    [
+        (signal.SIGKILL, ["cpu"], "states"),
+        (signal.SIGKILL, ["cpu", "cpu"], "frames"),
+        (signal.SIGSTOP, ["cpu", "cpu"], "states"),
+        (signal.SIGSTOP, ["cpu"], "frames"),
+        *((number, *row) for row in CUDA for number in (signal.SIGKILL, signal.SIGSTOP)),
+    ],
+)
 def test_a_lost_worker_is_replaced_and_changes_no_reward(number, devices, kind, tmp_path, capfd):
     """killed, or stopped for longer than worker_timeout; frames so big that its pipe gets full"""
     shape = (30, 1) if kind == "states" else (30, 300, 300, 3)

@@ -11,9 +11,10 @@ import helpers
 import numpy as np
 import pytest
 import test_runs
-from helpers import ROOT, MeanReward, PaintRenderer, only_run, wait_until
+from helpers import MeanReward, PaintRenderer, only_run, wait_until
 
 import clip_reward
+import eval_epic
 import sac_clip_humanoid as sac
 from clip_reward import RewardArgs, RewardPool, RewardWorkerError, UsageError
 
@@ -57,23 +58,6 @@ def processes(folder):
     for file in folder.iterdir():
         file.unlink()
     return found
-
-
-def test_rewards_are_the_local_pools_to_the_bit(cluster):
-    args = RewardArgs(target_prompt=("a humanoid robot kneeling",), clip_model=helpers.TINY)
-    make_reward = functools.partial(clip_reward.make_clip_reward, args=args)
-    seen = clip_reward.from_flags(sac.Args, {"render_size": 64})
-    make_renderer = functools.partial(sac.make_renderer, seen)
-    states = helpers.humanoid_states(90)
-    rewards, frames = [], []
-    for devices in (["cpu"], ["ray"]):
-        with RewardPool(make_renderer, make_reward, devices, 8) as pool:
-            rewards.append(pool.wait_ready().score(states))
-            frames.append(pool.render(states[:3], size=100))
-    assert "1 of 2 Ray actors" in pool.description[-1] or "2 of 2" in pool.description[-1]
-    assert rewards[0].std() > 1e-4
-    np.testing.assert_array_equal(*rewards)
-    np.testing.assert_array_equal(*frames)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -152,15 +136,20 @@ def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, 
     assert len(list((ours / "videos").iterdir())) == 2
 
 
-def test_epic_on_ray_is_epic_here(cluster, tmp_path):
-    data = tmp_path / "data.npz"
-    collect = ["collect", "--source", "uniform", "--out", data, "--states", 60]
-    helpers.run(ROOT / "eval_epic.py", *collect, "--render-size", 64)
-    epic = ["epic", "--dataset", data, "--clip-model", helpers.TINY, "--reward-devices"]
-    for device in ("cpu", "ray"):
-        helpers.run(ROOT / "eval_epic.py", *epic, device)
-    here, on_ray = (tmp_path / f"data/epic_judge{n}/epic.csv" for n in ("", "_2"))
-    assert here.read_text() == on_ray.read_text() and "tiny_clip" in here.read_text()
+def test_rewards_for_epic_and_pictures_are_those_of_this_process(cluster):
+    seen = clip_reward.from_flags(sac.Args, {"render_size": 64})
+    make_renderer = functools.partial(sac.make_renderer, seen)
+    args = {"target_prompt": ("a humanoid robot kneeling",), "clip_model": helpers.TINY}
+    states, rewards, frames = helpers.humanoid_states(70), [], []
+    for devices in ((), ("ray",)):
+        flags = RewardArgs(**args, reward_devices=devices)
+        rewards.append(eval_epic.rewards_of(flags, [0.0], make_renderer, states)[0.0])
+        with RewardPool(make_renderer, None, list(devices)) as pool:
+            frames.append(pool.wait_ready().render(states[:3], size=100))
+    assert pool.description[-1].endswith("of 2 Ray actors; others join when they are ready")
+    np.testing.assert_allclose(*rewards, atol=1e-5)  # this process has more threads
+    np.testing.assert_array_equal(*frames)
+    assert rewards[0].std() > 1e-4
 
 
 def test_without_ray_the_flag_says_what_to_install(monkeypatch):
