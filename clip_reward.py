@@ -577,6 +577,10 @@ def _serve(connection, device, *setup):
     os._exit(1)
 
 
+def _hangs(name, timeout):
+    return RewardWorkerError(f"{name} gave no answer for {timeout} s (--worker-timeout)")
+
+
 class _Process:
     """A `Scorer` in a process of its own: `submit` sends, `result` receives."""
 
@@ -598,21 +602,17 @@ class _Process:
         try:
             self.connection.send(job)
         except BlockingIOError:  # half a message is sent, and nothing may follow it
-            raise self._hangs() from None
+            raise _hangs(self.name, self.timeout) from None
         except OSError:  # it died: `result` says how
             pass
         return self
-
-    def _hangs(self):
-        problem = f"gave no answer for {self.timeout} s (--worker-timeout)"
-        return RewardWorkerError(f"{self.name} {problem}")
 
     def result(self):
         """The next answer. Raises what the worker raised, RewardWorkerError if it died or hangs."""
         try:
             kind, value = self.connection.recv()
         except BlockingIOError:
-            raise self._hangs() from None
+            raise _hangs(self.name, self.timeout) from None
         except (EOFError, OSError):
             self.process.join(5)
             code = self.process.exitcode
@@ -718,8 +718,7 @@ class _Actor:
         except errors.RayTaskError as error:
             raise RewardWorkerError(f"a Ray actor failed:\n{error}") from None
         except errors.GetTimeoutError:
-            problem = f"gave no answer for {timeout} s (--worker-timeout)"
-            raise RewardWorkerError(f"a Ray actor {problem}") from None
+            raise _hangs("a Ray actor", timeout) from None
         except errors.RayError as error:  # its process or node is gone
             raise ConnectionError(f"a Ray actor is gone: {str(error).splitlines()[0]}") from None
 

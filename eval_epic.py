@@ -347,7 +347,8 @@ def rewards_of(args: clip_reward.RewardArgs, alphas, make_renderer, states):
     workers = 64 if devices[:1] and devices[0].startswith("ray") else max(1, len(devices))
     once = 8 * args.clip_batch_size * workers
     parts = [states[start : start + once] for start in range(0, len(states), once)]
-    with clip_reward.RewardPool(make_renderer, make_reward, devices, args.clip_batch_size) as pool:
+    sizes = args.clip_batch_size, args.worker_timeout
+    with clip_reward.RewardPool(make_renderer, make_reward, devices, *sizes) as pool:
         rewards = [pool.score(part) for part in tqdm(parts, f"{once} states each", disable=None)]
     return dict(zip(alphas, np.concatenate(rewards).T.astype(np.float64)))
 

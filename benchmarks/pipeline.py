@@ -92,7 +92,12 @@ class Sleeper(torch.nn.Module):
 def run_asleep(ms):
     """Run the script that is named on the command line with one worker that sleeps."""
     pool, sleep = clip_reward.RewardPool, functools.partial(Sleeper, ms=ms)
-    clip_reward.RewardPool = lambda *given: pool(Blank, sleep, ["cpu"], *given[3:])
+    run_with(lambda *given: pool(Blank, sleep, ["cpu"], *given[3:]))
+
+
+def run_with(pool):
+    """Run the script that is named on the command line with `pool` for its RewardPool."""
+    clip_reward.RewardPool = pool
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

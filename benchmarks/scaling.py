@@ -13,7 +13,6 @@ import csv
 import functools
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import clip_reward  # before torch: it bounds how long threads spin
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
-from benchmarks.pipeline import ROOT, Blank, Sleeper, pool_alone
+from benchmarks.pipeline import ROOT, Blank, Sleeper, pool_alone, run_with
 # isort: on
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -95,9 +94,7 @@ def run_asleep(ms, actors, path):
             marks.append((time.perf_counter(), feeding_seconds(self)))
             return rewards
 
-    clip_reward.RewardPool = Pool
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_with(Pool)
     Path(path).write_text(json.dumps(marks))
 
 
