@@ -18,9 +18,13 @@ import atexit
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import difflib
+import fcntl
 import functools
+import io
+import itertools
 import json
 import logging
 import math
@@ -28,6 +32,7 @@ import os
 import pickle
 import queue
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -39,9 +44,10 @@ import timeit
 import traceback
 import types
 import urllib.request
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 # Before torch: threads that spin for long while they wait are quickest on an idle machine, but with
@@ -52,14 +58,20 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from annotated_types import Interval
+from PIL import Image
 from torch import nn
 
 import egl_render
-from egl_render import UsageError
+from egl_render import Count, Positive, Share, UsageError
 
 # ------------------------------------------------------------------------------ flags
 
-RAY_DEVICES = re.compile(r"ray(?::([1-9]\d*))?(?::(1|0?\.\d*[1-9]))?")  # how many, GPUs each
+RAY_DEVICES = re.compile(r"ray(?::([1-9]\d*))?(?::(1|0?\.\d*[1-9]0*))?")  # how many, GPUs each
+
+
+def is_ray(devices):
+    return any(device.startswith("ray") for device in devices)
 
 
 @dataclass
@@ -73,11 +85,11 @@ class RewardArgs:
     baseline_prompt: tuple[str, ...] = ()
     """what the scene is anyway, several are averaged (only --reward-alpha needs it); default: "a
     humanoid robot" for the humanoid, none for other tasks"""
-    reward_alpha: float = 0.0
+    reward_alpha: Share = 0.0
     """strength of goal-baseline regularisation, 0 (plain cosine) to 1 (only target - baseline)"""
     clip_model: str = "ViT-bigG-14/laion2b_s39b_b160k"
     """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: local-dir:tiny_clip"""
-    clip_batch_size: int = 64
+    clip_batch_size: Positive = 64
     """frames drawn and scored at once by a worker: memory and speed, no result but for rounding"""
     clip_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """number format of CLIP's image tower; auto: fp16 on a GPU, else fp32"""
@@ -87,7 +99,7 @@ class RewardArgs:
     """where frames are drawn and scored, a process each (one device may be named several times);
     default: every CUDA device, else one "cpu" per core, at most four. ray: every GPU of a Ray
     cluster (CPUs if it has none), ray:N: N of them, ray:N:0.5: half a GPU each"""
-    worker_timeout: int = 600
+    worker_timeout: Annotated[int, Interval(ge=1, lt=2**31)] = 600
     """seconds without an answer after which a worker counts as hung and is replaced; to start it
     has 600 or more"""
     allow_slow: bool = False
@@ -95,7 +107,7 @@ class RewardArgs:
 
     def devices(self) -> list[str]:
         """The devices named, or the default. Raises UsageError for one that does not exist."""
-        if any(name.startswith("ray") for name in self.reward_devices):
+        if is_ray(self.reward_devices):
             if len(self.reward_devices) > 1 or not RAY_DEVICES.fullmatch(self.reward_devices[0]):
                 named = " ".join(self.reward_devices)
                 raise UsageError(f"--reward-devices {named}: Ray's are ray, ray:N or ray:N:SHARE")
@@ -110,17 +122,23 @@ class RewardArgs:
     def check(self, frames: int) -> None:
         """Raise UsageError for what cannot work, before anything slow starts; downloads the model
         if need be. `frames` is how many pictures will be scored."""
+        if self.reward != "clip":
+            return
+        check_prompts(self.target_prompt, self.baseline_prompt, self.reward_alpha)
         devices = self.devices()
-        if self.clip_batch_size < 1:
-            raise UsageError(f"--clip-batch-size {self.clip_batch_size} is not positive")
-        if self.worker_timeout < 1:
-            raise UsageError(f"--worker-timeout {self.worker_timeout} is not positive")
-        if devices[0].startswith("ray"):
+        if is_ray(devices):
             devices = [ray_cluster()[1].lower()]
-        if self.reward == "clip":
-            check_prompts(self.target_prompt, self.baseline_prompt, self.reward_alpha)
-            check_cost(self.clip_model, devices, frames, self.allow_slow)
+        if self.clip_model.startswith("hf-hub:"):  # its cost stands in what is to be downloaded
             check_model(self.clip_model, self.clip_cache_dir)
+        check_cost(self.clip_model, devices, frames, self.allow_slow)
+        check_model(self.clip_model, self.clip_cache_dir)
+        prompts = self.target_prompt + self.baseline_prompt
+        if max(map(len, prompts)) > 60:  # a worker looks at all, but takes longer to say so
+            import open_clip  # which takes seconds
+
+            arch, _, random = _resolve(self.clip_model)
+            if not random:
+                check_lengths(open_clip.get_tokenizer(arch, cache_dir=self.clip_cache_dir), prompts)
 
 
 def check_prompts(targets, baselines, alpha):
@@ -131,8 +149,17 @@ def check_prompts(targets, baselines, alpha):
         raise UsageError(f"--reward-alpha {alpha} is outside [0, 1]")
     if alpha > 0 and not (baselines and all(map(str.strip, baselines))):
         raise UsageError(f"--reward-alpha {alpha} needs a --baseline-prompt")
-    if alpha > 0 and sorted(targets) == sorted(baselines):
+    told, scene = ({" ".join(text.lower().split()) for text in x} for x in (targets, baselines))
+    if alpha > 0 and told == scene:
         raise UsageError(f"--baseline-prompt {baselines} is the target, too: the same")
+
+
+def check_lengths(tokenizer, prompts):
+    """Raise UsageError for a prompt whose end the model would not read."""
+    for text in prompts:
+        shorter = re.sub(r"\w\W*$", "", text)  # by its last letter
+        if torch.equal(tokenizer([text]), tokenizer([shorter])):
+            raise UsageError(f"the prompt {text[:40]!r}.. is too long: its end would not be read")
 
 
 # ------------------------------------------------------------------------------ loading CLIP
@@ -242,12 +269,32 @@ def _go_offline_if_alone():
         hub.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"  # the latter for the workers
 
 
+def _check_folder(name, folder):
+    """Raise UsageError for a local model whose files are not whole."""
+    from safetensors import safe_open
+
+    path = folder / "open_clip_config.json"
+    try:
+        json.loads(path.read_text())["model_cfg"]
+        for path in folder.glob("open_clip*.safetensors"):
+            safe_open(path, "np")  # reads how long it ought to be
+    except Exception as error:  # safetensors' own, json's, missing keys
+        raise UsageError(f"--clip-model {name}: {path} is damaged: {_brief(error)}") from error
+
+
+def _brief(error):
+    """An exception's first line, or what kind it is."""
+    return next(iter(str(error).splitlines()), "")[:200] or repr(error)
+
+
 def check_model(name, cache_dir=None):
     """Make sure that `load_clip(name)` will work: weights and tokenizer are there or get downloaded
     now, once for all workers. Raises UsageError for an unknown name (with the nearest), or if there
     is nothing to be had (with the offline way)."""
     arch, tag, random = _resolve(name)
-    if random or arch.startswith("local-dir:"):
+    if arch.startswith("local-dir:"):
+        return _check_folder(name, Path(arch.removeprefix("local-dir:")))
+    if random:
         return
     import open_clip
 
@@ -260,7 +307,7 @@ def check_model(name, cache_dir=None):
     except ImportError as error:
         raise UsageError(f"{name} needs another package: pip install {error.name}") from error
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
-        cause = next(iter(str(error).splitlines()), "")[:200] or repr(error)
+        cause = _brief(error)
         if os.environ.get("HF_HUB_OFFLINE"):
             cause = "the model hub cannot be reached and they are not in the cache"
         raise UsageError(f"cannot get the weights of {name}: {cause}; {OFFLINE_HELP}") from error
@@ -366,8 +413,11 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
     else:
         check_model(name, cache_dir)
         options |= {"cache_dir": cache_dir, "require_pretrained": True}
-        model = open_clip.create_model(arch, tag, **options)
-        tokenizer = open_clip.get_tokenizer(arch, cache_dir=cache_dir)
+        try:
+            model = open_clip.create_model(arch, tag, **options)
+            tokenizer = open_clip.get_tokenizer(arch, cache_dir=cache_dir)
+        except Exception as error:  # a configuration that fits no code, weights that fit no model
+            raise UsageError(f"--clip-model {name} cannot be loaded: {_brief(error)}") from error
     model.eval().requires_grad_(False)
     preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
     if hasattr(model.visual, "layer1"):  # a residual network: on the CPU 1.18 times as fast, with
@@ -408,6 +458,7 @@ class CLIPReward(nn.Module):
     def __init__(self, clip, target_prompts, baseline_prompts=(), alpha=0.0):
         super().__init__()
         check_prompts(target_prompts, baseline_prompts, alpha)
+        check_lengths(clip.tokenizer, [*target_prompts, *baseline_prompts])
         self.model, self.preprocess = clip.model, clip.preprocess
         self.device, self.dtype, self.alpha = clip.device, clip.dtype, float(alpha)
 
@@ -458,8 +509,21 @@ def make_clip_reward(device, args: RewardArgs):
 # ------------------------------------------------------------------------------ workers
 
 
-class RewardWorkerError(RuntimeError):
+class RunError(RuntimeError):
+    """What ends a run, in one line: exit code 1."""
+
+
+class RewardWorkerError(RunError):
     """A worker raised (its traceback is in the message), died, or gave no answer."""
+
+
+class NotFiniteError(RunError):
+    """A reward that is no number.
+
+    Attributes:
+        kind, scene: "states" and the state [S] that has it, or "frames" and its picture.
+        frame: its picture [H, W, 3] uint8.
+    """
 
 
 class Scorer:
@@ -531,8 +595,6 @@ class Scorer:
         except torch.OutOfMemoryError as error:
             problem = f"{self.device} has no memory for so many frames at once"
             raise RewardWorkerError(f"{problem}; use a smaller --clip-batch-size") from error
-        if not rewards.isfinite().all():
-            raise FloatingPointError("non-finite reward; try --clip-precision bf16 or fp32")
         return rewards.numpy(), render_s, time.perf_counter() - began
 
     def close(self):
@@ -577,6 +639,11 @@ def _serve(connection, device, *setup):
     os._exit(1)
 
 
+def _death(exitcode):
+    how = "was killed (out of memory?)" if exitcode == -signal.SIGKILL else "died"
+    return f"{how}, exit code {exitcode}"
+
+
 def _hangs(name, timeout):
     return RewardWorkerError(f"{name} gave no answer for {timeout} s (--worker-timeout)")
 
@@ -615,9 +682,7 @@ class _Process:
             raise _hangs(self.name, self.timeout) from None
         except (EOFError, OSError):
             self.process.join(5)
-            code = self.process.exitcode
-            how = "was killed (out of memory?)" if code == -signal.SIGKILL else "died"
-            raise RewardWorkerError(f"{self.name} {how}, exit code {code}") from None
+            raise RewardWorkerError(f"{self.name} {_death(self.process.exitcode)}") from None
         if kind:
             raise kind(f"{self.name}: {value}" if kind is RewardWorkerError else value)
         return value
@@ -761,7 +826,6 @@ class RewardPool:
         timings: {"render_s", "clip_s"} of what was taken last: seconds, a worker's on average.
         description: one line per worker, once `wait_ready()` has returned.
         restarts: how many workers were lost and started again, or are to be by Ray.
-        on_failure: called before an error is raised.
     """
 
     def __init__(
@@ -771,7 +835,6 @@ class RewardPool:
             raise ValueError(f"batch_size is {batch_size}, not positive")
         self.batch_size, self.scores = batch_size, make_reward is not None
         self.timings, self.description, self.restarts = {}, [], 0
-        self.on_failure = lambda: None
         self._queue, self._futures, self._closed = queue.SimpleQueue(), [], False
         self._waiting, self._kind = [], None  # what is put and makes no full chunk yet
         self._setup, self._timeout = (make_renderer, make_reward), worker_timeout
@@ -900,7 +963,7 @@ class RewardPool:
         rows = np.concatenate(self._waiting)
         while len(rows) >= least:
             chunk, rows = np.split(rows, [self.batch_size])
-            self._futures.append(self._submit(self._kind, chunk))
+            self._futures.append((self._submit(self._kind, chunk), chunk))
         self._waiting = [rows] * bool(len(rows))
 
     def _submit(self, *chunk):
@@ -916,29 +979,40 @@ class RewardPool:
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()  # the first error, however long others still take
-        except BaseException as error:
-            try:
-                self.close()
-            finally:
-                if isinstance(error, Exception):  # and not the second Ctrl-C
-                    self.on_failure()
+        except BaseException:
+            self.close()
             raise
         self._losses = 0
         return [future.result() for future in futures]
 
     def take(self):
         """Rewards [B] float32 of all that was put since the last time, in its order; waits. Raises
-        RewardWorkerError if a second worker was lost; the pool is closed then."""
+        RewardWorkerError if a second worker was lost; the pool is closed then. NotFiniteError."""
         self._send(1)
-        futures, self._futures = self._futures, []
-        results = self._results(futures) or [(np.empty(0, np.float32), 0, 0)]
+        sent, self._futures = self._futures, []
+        results = self._results([future for future, _ in sent]) or [(np.empty(0, np.float32), 0, 0)]
         rewards, render_s, clip_s = zip(*results)
         workers = max(1, len(self._working))
         self.timings = {"render_s": sum(render_s) / workers, "clip_s": sum(clip_s) / workers}
         if self._ray:
             with contextlib.suppress(self._cluster[0].exceptions.RayError):  # ask again next time
                 self._grow()
-        return np.concatenate(rewards)
+        rewards = np.concatenate(rewards)
+        if not np.isfinite(rewards).all():
+            self._raise_not_finite(rewards, np.concatenate([chunk for _, chunk in sent]))
+        return rewards
+
+    def _raise_not_finite(self, rewards, scenes):
+        worst = int(np.argwhere(~np.isfinite(rewards))[0, 0])
+        value = rewards[worst]
+        error = NotFiniteError(
+            f"CLIP's reward of scene {worst} of this rollout is {value}; try --clip-precision bf16 "
+            "or fp32"
+        )
+        error.kind, error.scene = self._kind, scenes[worst]
+        frames = error.kind == "frames"
+        error.frame = error.scene if frames else self.render(error.scene[None])[0]
+        raise error
 
     def score(self, states=None, frames=None):
         """`put` and `take`: [B] float32."""
@@ -984,7 +1058,7 @@ class RunArgs:
 
     exp_name: str = Path(sys.argv[0]).stem
     """the name of this experiment"""
-    seed: int = 1
+    seed: Count = 1
     """seed of everything: networks, environments, exploration, replay"""
     torch_deterministic: bool = True
     """use deterministic algorithms on the GPU as well"""
@@ -1000,9 +1074,12 @@ class RunArgs:
     """the wandb team, default: your own account"""
     runs_dir: str = "runs"
     """the folder that gets a folder for this run"""
-    checkpoint_freq: int = 128_000
-    """steps between checkpoints; the end of the run always has one"""
-    video_freq: int = 128_000
+    checkpoint_freq: Count = 128_000
+    """steps between checkpoints, of which the end of the run always has one; SIGUSR1 makes one more
+    after the rollout"""
+    keep_checkpoints: Count = 2
+    """how many of them stay beside best.pt, each with the whole replay buffer; 0: all"""
+    video_freq: Count = 128_000
     """steps between videos, and one at the end; 0: none"""
     judge: str | None = None
     """draw charts/success_rate by this judge of states, for you to look at and never as a reward: a
@@ -1012,22 +1089,19 @@ class RunArgs:
     experiment are accepted, such as a larger --total-timesteps. latest: the newest run in
     --runs-dir that was started with the same flags, or a new one if there is none"""
 
-    def check_bounds(self, positive="", shares=""):
-        """Raise UsageError for what no run can have: numbers out of bounds, `positive` and `shares`
-        (0 to 1) naming the script's own, too small a buffer, a --runs-dir without access."""
-        positive += " total_timesteps num_envs episode_length batch_size hidden_size gradient_steps"
-        counts = "seed learning_starts checkpoint_freq video_freq"
-        for names, problem, holds in (
-            (positive, "is not positive", lambda x: 0 < x < math.inf),
-            (counts, "is negative", lambda x: 0 <= x < math.inf),
-            (shares, "is outside [0, 1]", lambda x: 0 <= x <= 1),
-            ("gamma", "is outside [0, 1)", lambda x: 0 <= x < 1),
-            ("tau", "is outside (0, 1]", lambda x: 0 < x <= 1),
-        ):
-            for name in names.split():
-                if not holds(value := getattr(self, name)):
-                    raise UsageError(f"--{name.replace('_', '-')} {value} {problem}")
+    def check(self):
+        """Raise UsageError for flags out of their bounds, for what cannot take effect, for a
+        --runs-dir without access."""
+        egl_render.check_bounds(type(self), vars(self))
         rollout = self.num_envs * self.episode_length
+        if not 0 < len(self.exp_name.encode()) <= 100:
+            raise UsageError(f"--exp-name {self.exp_name[:20]!r}: not of 1 to 100 letters")
+        if self.episode_length > self.total_timesteps:
+            which = f"longer than the run, --total-timesteps {self.total_timesteps}"
+            raise UsageError(f"--episode-length {self.episode_length} is {which}")
+        if self.learning_starts > max(rollout, self.total_timesteps):
+            which = f"beyond --total-timesteps {self.total_timesteps}: nothing would be learned"
+            raise UsageError(f"--learning-starts {self.learning_starts} is {which}")
         if self.buffer_size < rollout:
             raise UsageError(f"--buffer-size {self.buffer_size} is less than a rollout, {rollout}")
         try:
@@ -1036,11 +1110,29 @@ class RunArgs:
         except OSError as error:
             raise UsageError(f"--runs-dir {self.runs_dir}: {error.strerror}") from error
 
+    def check_memory(self, row):
+        """Raise UsageError for sizes that fit in no memory of this machine, before anything is
+        allocated. `row` is how many numbers a transition has."""
+        width, rollout = self.hidden_size, self.num_envs * self.episode_length
+        numbers = {  # at least so many
+            "buffer_size": row * min(self.buffer_size, self.total_timesteps + rollout),
+            "episode_length": row * rollout,
+            "hidden_size": 8 * width * (width + row),  # networks, targets, Adam's two averages
+            "batch_size": self.batch_size * (row + 4 * width),
+            "render_size": self.reward.clip_batch_size * self.render.render_size**2,
+        }
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name = max(numbers, key=numbers.get)
+        if (needed := 4 * sum(numbers.values())) > there:
+            value = flags(self)[name]
+            sizes = f"at least {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:.0f}"
+            raise UsageError(f"--{name.replace('_', '-')} {value}: all sizes together need {sizes}")
+
 
 # What flags beside --resume may change: how long, where and how often, but not what is learned.
 RESUME_MAY_CHANGE = set(
-    "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size clip_cache_dir "
-    "worker_timeout allow_slow cuda compile track judge runs_dir resume".split()
+    "total_timesteps checkpoint_freq keep_checkpoints video_freq reward_devices clip_batch_size "
+    "clip_cache_dir worker_timeout allow_slow cuda compile track judge runs_dir resume".split()
 )
 
 
@@ -1082,54 +1174,106 @@ def load_args(run_dir, Args):
 def latest_run(args):
     """Folder of the newest run in --runs-dir with a checkpoint that differs in no flag but those
     that --resume may change, or None."""
-    latest = Path(args.runs_dir).glob("*/checkpoints/latest.pt")
-    for path in sorted(latest, key=os.path.getmtime, reverse=True):
+    found = Path(args.runs_dir).glob("*/checkpoints/step_*.pt")
+    folders = [path.parents[1] for path in sorted(found, key=os.path.getmtime, reverse=True)]
+    for folder in dict.fromkeys(folders):
         with contextlib.suppress(UsageError):  # another script's
-            if not changed_flags(load_args(path.parents[1], type(args)), args):
-                return str(path.parents[1])
+            if not changed_flags(flags(load_args(folder, type(args))), args):
+                return str(folder)
     return None
 
 
-def changed_flags(saved, args):
-    """Names of the flags that differ though --resume may not change them."""
-    was, now = flags(saved), flags(args)
-    return [name for name in was if was[name] != now[name] and name not in RESUME_MAY_CHANGE]
+def changed_flags(was, args):
+    """Names of the flags that differ from {name: value} though --resume may not change them."""
+    now = flags(args)
+    return [x for x in was if was[x] != now.get(x) and x not in RESUME_MAY_CHANGE]
+
+
+@contextlib.contextmanager
+def errors_in_one_line():
+    """In one line on stderr: what tyro says in a box of a command line that is wrong."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            yield
+    except SystemExit:
+        first, *_ = re.split(r"\n[├|][─-]+[┤|]\n", box.getvalue())
+        words = " ".join(re.sub(r"[│|╭╮╰╯─]", " ", first).split())
+        if words:
+            print(f"error: {words}", file=sys.stderr)
+        raise
+
+
+def excepthook(kind, error, trace):
+    """sys.excepthook: a UsageError ends the program with one line and exit code 2, a RunError with
+    1."""
+    if issubclass(kind, (UsageError, RunError)):
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if kind is UsageError else 1)
+    sys.__excepthook__(kind, error, trace)
 
 
 def parse_args(Args, description):
-    """The command line, with --resume on top of the run's own flags. From here on a UsageError ends
-    the program with one line and exit code 2, a RewardWorkerError with its cause and 1."""
+    """The command line, with --resume on top of the run's own flags. From here on errors are one
+    line (see `excepthook`), and Ctrl-C and SIGTERM end the program without a word."""
     import tyro
 
-    def excepthook(kind, error, trace):
-        if issubclass(kind, (UsageError, RewardWorkerError)):
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2 if kind is UsageError else 1)
-        sys.__excepthook__(kind, error, trace)
-
     sys.excepthook = excepthook
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     options = {"description": description, "config": (tyro.conf.OmitArgPrefixes,)}
-    args = tyro.cli(Args, **options)
+    with errors_in_one_line():
+        args = tyro.cli(Args, **options)
     if args.resume == "latest":
         args.resume = latest_run(args)
         print(f"--resume latest: {args.resume or 'no such run yet, a new one'}")
     if (resume := args.resume) is None:
         return args
     saved = load_args(resume, Args)
-    if not (Path(resume) / "checkpoints/latest.pt").is_file():
-        raise UsageError(f"--resume {resume}: it has no checkpoints/latest.pt")
+    if not checkpoints(resume):
+        raise UsageError(f"--resume {resume}: it has no checkpoints/step_<n>.pt")
     args = tyro.cli(Args, default=saved, **options)
     args.resume = resume
-    for name in changed_flags(saved, args):
+    for name in changed_flags(flags(saved), args):
         flag, was = name.replace("_", "-"), flags(saved)[name]
         raise UsageError(f"--{flag} was {was!r} in the run to resume; drop it")
     return args
 
 
-def save(path, content):
-    """torch.save, renamed into place when it is whole: a kill leaves no half-written file."""
-    torch.save(content, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
+def checkpoints(run_dir):
+    """A run's checkpoints but for best.pt, the newest first: {step: path}."""
+    paths = Path(run_dir).glob("checkpoints/step_*.pt")
+    found = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def load_checkpoint(path):
+    """What a checkpoint holds; tensors stay in the file until they are used. No code in it is run.
+    Raises UsageError for one that is damaged, by the checksums that torch.save writes."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            if name := file.testzip():
+                raise ValueError(f"wrong checksum of {name}")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # half a dozen kinds
+        raise UsageError(f"{path} is damaged or no checkpoint: {_brief(error)}") from error
+
+
+def write(path, content):
+    """Write `content`, bytes or something for torch.save, to a file that is flushed to the disk and
+    then renamed to `path`: a kill or a full disk leaves the old one. Raises RunError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        # torch.save says something else of a full disk, after the error that there was
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        raise RunError(f"{path} could not be written: {cause}") from error
 
 
 def seed_everything(args):
@@ -1151,7 +1295,7 @@ def make_pool(args, make_renderer):
     score = functools.partial(make_clip_reward, args=args.reward) if use_clip else None
     devices = args.reward.devices()
     if not use_clip:
-        devices = ["ray:1" if devices[0].startswith("ray") else devices[0]]
+        devices = ["ray:1" if is_ray(devices) else devices[0]]
     sizes = args.reward.clip_batch_size, args.reward.worker_timeout
     return RewardPool(make_renderer, score, devices, *sizes)
 
@@ -1171,6 +1315,20 @@ class Rings:
     """What a replay buffer keeps: tensors `rings` that are filled in turn, and `count`, how many
     rows were ever added."""
 
+    def add(self, *columns):
+        """Rows [K, ...] for every ring, of which K <= its size."""
+        slots = (self.count + torch.arange(len(columns[0]))) % len(self.rings[0])
+        self.before = self.count, slots, [ring[slots] for ring in self.rings]
+        for ring, column in zip(self.rings, columns, strict=True):
+            ring[slots] = torch.as_tensor(column).to(ring)
+        self.count += len(slots)
+
+    def undo(self):
+        """Take the last `add` back."""
+        self.count, slots, overwritten = self.before
+        for ring, rows in zip(self.rings, overwritten, strict=True):
+            ring[slots] = rows
+
     def state_dict(self):
         # torch.save writes all that lies behind a slice, hence the copies
         return {"count": self.count, "rings": [ring[: self.count].clone() for ring in self.rings]}
@@ -1179,16 +1337,6 @@ class Rings:
         self.count = state["count"]
         for ring, filled in zip(self.rings, state["rings"], strict=True):
             ring[: len(filled)] = filled
-
-
-def restore(learner, checkpoint):
-    """Load networks and optimisers {name: part}; of an optimiser's settings, which are this run's
-    and this device's, nothing."""
-    for name, part in learner.items():
-        state = checkpoint[name]
-        if "param_groups" in state:
-            state = state | {"param_groups": part.state_dict()["param_groups"]}
-        part.load_state_dict(state)
 
 
 def load_judge(args):
@@ -1208,48 +1356,132 @@ def load_judge(args):
 
 
 class Run:
-    """A run's folder with its event file and checkpoints, a progress bar, and Ctrl-C.
+    """A run's folder, which no other process can write to, with its event file and checkpoints; a
+    progress bar; how a run ends. Its first lines are `Run(args)` and, when all is made that it
+    keeps, `start`; then comes `while run.goes_on()`.
+
+    However a run ends, what it had learned by the end of its last rollout is saved: also if an
+    exception ends it, or numbers that are none. Then one line says why, where, and how to go on.
 
     Attributes:
         folder: runs/<env>__<exp>__<seed>__<time>/.
-        checkpoint: with --resume what checkpoints/latest.pt holds, else None.
         history: mean reward of every rollout.
+        global_step: environment steps so far.
         stopped: the signal (Ctrl-C or SIGTERM) that asked for an end after this rollout, or 0.
     """
 
     def __init__(self, args):
-        self.args, self.stopped, self.checkpoint, self.history = args, 0, None, []
-        self.first_step, self.began = 0, time.perf_counter()
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = Path(args.resume or Path(args.runs_dir) / re.sub("[/:]", "_", name))
-        (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (self.folder / "args.tmp").write_text(json.dumps(flags(args), indent=2))
-        (self.folder / "args.tmp").replace(self.folder / "args.json")
-        if args.resume:
-            path = self.folder / "checkpoints/latest.pt"
-            self.checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            self.history = self.checkpoint["history"]
-            self.first_step = self.checkpoint["global_step"]
-        if args.track:
-            import wandb
-
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            names |= {"name": self.folder.name, "dir": self.folder}
-            hook = sys.excepthook  # wandb's would print a traceback before the one line
-            wandb.init(sync_tensorboard=True, config=flags(args), **names)
-            sys.excepthook = hook
         from torch.utils.tensorboard import SummaryWriter  # slow to import: not before --help
+
+        self.args, self.stopped, self.save_soon, self.warned = args, 0, False, False
+        self.history, self.global_step, self.best, self.good = [], 0, {}, None
+        sys.excepthook = self._failed
+        try:
+            self.folder = Path(args.resume) if args.resume else self._new_folder()
+            atexit.register(self._discard)
+            self._lock()
+            self.checkpoint = self._newest_checkpoint() if args.resume else {}
+            self.first_step = self.checkpoint.get("global_step", 0)
+            (self.folder / "checkpoints").mkdir(exist_ok=True)
+            write(self.folder / "args.json", json.dumps(flags(args), indent=2).encode())
+            if args.track:
+                self._track()
+            self.writer = SummaryWriter(self.folder, purge_step=self.first_step + 1)
+            rows = "\n".join(f"|{name}|{value}|" for name, value in flags(args).items())
+            self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
+        except OSError as error:
+            raise RunError(f"no run's folder can be written in {args.runs_dir}: {error}") from error
+
+    def _new_folder(self):
+        """One that this process has made, and no other."""
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = re.sub("[/:]", "_", name)
+        for number in itertools.count(1):
+            path = Path(args.runs_dir) / (name if number == 1 else f"{name}_{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(parents=True)
+                return path
+
+    def _discard(self):
+        """Remove the folder of a new run that ended before it had anything to keep."""
+        if not (self.args.resume or self.history or checkpoints(self.folder)):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _lock(self):
+        """Keep others out for as long as this process lives. Raises UsageError."""
+        self.lock = (self.folder / "lock").open("a+")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            holder = self.lock.read().strip()
+            raise UsageError(f"--resume {self.folder}: {holder} is writing to it") from None
+        except OSError as error:
+            _warn(f"{self.folder} cannot be locked ({error}); do not resume it while it runs")
+        self.lock.truncate(0)
+        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self.lock.flush()
+
+    def _newest_checkpoint(self):
+        """The newest that is whole and this run's. Raises UsageError if there is none."""
+        for path in checkpoints(self.folder).values():
+            try:
+                checkpoint = load_checkpoint(path)
+                if changed := changed_flags(checkpoint.get("flags", {"it": None}), self.args):
+                    raise UsageError(f"{path} is of another run: {', '.join(changed)} differ")
+                return checkpoint
+            except UsageError as error:
+                aside = path.replace(f"{path}.damaged")
+                _warn(f"{error}; it is {aside.name} now, and the one before it is used")
+        raise UsageError(f"--resume {self.folder}: no checkpoint in it is whole")
+
+    def _track(self):
+        import wandb
+
+        args = self.args
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        names |= {"name": self.folder.name, "dir": self.folder}
+        hook = sys.excepthook  # wandb's would print a traceback before the one line
+        try:
+            wandb.init(sync_tensorboard=True, config=flags(args), **names)
+        except wandb.errors.Error as error:
+            raise UsageError(f"--track: {_brief(error)}") from error
+        sys.excepthook = hook
+
+    def start(self, learner, buffer, progress=None, envs=None):
+        """Keep from now on {name: network, optimiser or tensor}, the replay buffer and what else
+        counts, {name: value}; with --resume they become what they were. Of an optimiser's settings,
+        which are this run's and this device's, nothing changes. The processes of `envs` are looked
+        at when something ends the run."""
         from tqdm import tqdm
 
-        self.writer = SummaryWriter(self.folder, purge_step=self.first_step + 1)
-        rows = "\n".join(f"|{name}|{value}|" for name, value in flags(args).items())
-        self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
+        self.learner, self.buffer, self.progress = learner, buffer, progress or {}
+        self.processes = getattr(envs, "processes", [])
+        if saved := self.checkpoint:
+            for name, part in learner.items():
+                state = saved[name]
+                if isinstance(part, torch.Tensor):
+                    part.data.copy_(state)
+                    continue
+                if "param_groups" in state:
+                    state = state | {"param_groups": part.state_dict()["param_groups"]}
+                part.load_state_dict(state)
+            buffer.load_state_dict(saved["replay"])
+            self.progress.update(saved["progress"])
+            self.history, self.global_step = saved["history"], saved["global_step"]
+            if best := saved["best"]:  # the file may be of a later rollout, or damaged
+                self.best = copy.deepcopy(best)
+                write(self.folder / "checkpoints/best.pt", best)
+        self.checkpoint = None  # it maps the file, which would keep its space until the end
+        self.began = time.perf_counter()
         sys.stdout.reconfigure(line_buffering=True)  # a line per rollout in log files as well
         options = {"unit": "step", "smoothing": 0.1, "disable": None}
-        self.bar = tqdm(total=args.total_timesteps, initial=self.first_step, **options)
+        self.bar = tqdm(total=self.args.total_timesteps, initial=self.global_step, **options)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
-        print(f"run folder {self.folder}\ncurves: tensorboard --logdir {args.runs_dir}")
+        signal.signal(signal.SIGUSR1, self._save_soon)
+        print(f"run folder {self.folder}\ncurves: tensorboard --logdir {self.args.runs_dir}")
 
     def _stop(self, number, _):
         if self.stopped and number == signal.SIGINT:  # SIGTERM may come from several who end a job
@@ -1258,13 +1490,44 @@ class Run:
         with contextlib.suppress(OSError):  # of `| tee`, which dies of the same Ctrl-C
             os.write(2, b"\nstopping after this rollout; Ctrl-C once more to stop now\n")
 
-    def log(self, global_step, rewards, env_rewards, success, seconds, more, note):
+    def _save_soon(self, *_):
+        self.save_soon = True
+
+    def goes_on(self):
+        """Whether there is one more rollout to do."""
+        self.good = self._state(copy.deepcopy), self.buffer.count
+        return self.global_step < self.args.total_timesteps and not self.stopped
+
+    def _state(self, copied=lambda state: state):
+        """What a checkpoint has, but for the replay buffer."""
+        learner = {}
+        for name, part in self.learner.items():
+            learner[name] = part.detach() if isinstance(part, torch.Tensor) else part.state_dict()
+        state = copied(learner | {"progress": self.progress})
+        state |= {"global_step": self.global_step, "history": self.history[:], "best": self.best}
+        of_the_run = flags(self.args).items()
+        return state | {"flags": {x: y for x, y in of_the_run if x not in RESUME_MAY_CHANGE}}
+
+    def check_finite(self, seeds, observations, rewards):
+        """Raise RunError if an environment gave what is no number: observations [T + 1, N, O] and
+        rewards [T, N] of episodes that began with these seeds [N]."""
+        for name, values in ("observation", observations), ("reward", rewards):
+            if not (good := np.isfinite(values)).all():
+                t, n, *which = np.argwhere(~good)[0].tolist()
+                what = f"{name}{which or ''} of environment {n} is {values[t, n, *which]}"
+                when = f"{t} steps after it was reset with seed {seeds[n]}"
+                raise RunError(f"{what}, {when}")
+
+    def log(self, rewards, env_rewards, success, seconds, more, note):
         """One rollout: events, a line on the console, the bar. rewards (learned from) and
         env_rewards (the environment's own) are [T, N], success [N] bool or None, seconds {what its
         time went into: s}, more {tag: value}, note for the end of the line."""
+        for tag, value in more.items():
+            if not math.isfinite(value):
+                raise RunError(f"{tag} is {value} after {self.global_step} steps")
         self.history.append(float(rewards.mean()))
         elapsed = time.perf_counter() - self.began
-        charts = {"SPS": (global_step - self.first_step) / elapsed}
+        charts = {"SPS": (self.global_step - self.first_step) / elapsed}
         charts["episodic_return"] = env_rewards.sum(0).mean()
         if success is not None:
             charts["success_rate"] = np.mean(success)
@@ -1274,47 +1537,118 @@ class Run:
         line = "  ".join(f"{name} {value:.4g}" for name, value in charts.items())
         times = "  ".join(f"{name} {value:.2f}" for name, value in seconds.items())
         with contextlib.suppress(OSError):
-            self.bar.write(f"step {global_step:,}  {line}  {times}  {note}")
-            self.bar.update(global_step - self.bar.n)
+            self.bar.write(f"step {self.global_step:,}  {line}  {times}  {note}")
+            self.bar.update(self.global_step - self.bar.n)
         scalars = {f"charts/{name}": value for name, value in charts.items()} | more
         scalars |= {f"time/{name}": value for name, value in seconds.items()}
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, global_step)
+        with self._dispensable("events"):
+            for tag, value in scalars.items():
+                self.writer.add_scalar(tag, value, self.global_step)
 
-    def due(self, every, previous_step, global_step):
-        """Whether a multiple of `every` was passed, or the run ends here; never if it is 0."""
-        done = self.stopped or global_step >= self.args.total_timesteps
-        return every > 0 and bool(done or previous_step // every != global_step // every)
+    @contextlib.contextmanager
+    def _dispensable(self, what):
+        """The run goes on without what cannot be written here, with one warning in all."""
+        try:
+            yield
+        except OSError as error:
+            if not self.warned:
+                _warn(f"{what} could not be written: {error}; the run goes on without")
+            self.warned = True
+            with contextlib.suppress(OSError):  # the old one has ended with the error
+                if shutil.disk_usage(self.folder).free > 1e6:
+                    self.writer = type(self.writer)(self.folder)
 
-    def save(self, global_step, learner, counters, buffer):
-        """checkpoints/step_<n>.pt, which is kept, and checkpoints/latest.pt, which has the replay
-        buffer as well and so all that --resume needs, and is replaced."""
-        state = {name: part.state_dict() for name, part in learner.items()}
-        state |= counters | {"global_step": global_step, "history": self.history}
-        save(self.folder / f"checkpoints/step_{global_step}.pt", state)
-        save(self.folder / "checkpoints/latest.pt", state | {"replay": buffer.state_dict()})
+    def due(self, every):
+        """Whether this rollout passed a multiple of `every`, or the run ends; never if it is 0."""
+        before, done = self.good[0]["global_step"], self.global_step >= self.args.total_timesteps
+        return every > 0 and bool(
+            self.stopped or done or before // every != self.global_step // every
+        )
 
-    def save_best(self, global_step, reward, **networks):
-        """checkpoints/best.pt: those networks whose rollout had the highest reward."""
-        state = {name: network.state_dict() for name, network in networks.items()}
-        state |= {"global_step": global_step, "reward": reward}
-        save(self.folder / "checkpoints/best.pt", state)
+    def keep(self):
+        """checkpoints/step_<n>.pt, if it is due: all that --resume needs. Older ones are removed
+        as --keep-checkpoints says."""
+        if self.due(self.args.checkpoint_freq or math.inf) or self.save_soon:
+            self.save_soon = False
+            self._save(self._state())
 
-    def save_video(self, global_step, frames, fps):
+    def _save(self, state):
+        path = self.folder / f"checkpoints/step_{state['global_step']}.pt"
+        write(path, state | {"replay": self.buffer.state_dict()})
+        if kept := self.args.keep_checkpoints:
+            for old in list(checkpoints(self.folder).values())[kept:]:
+                old.unlink(missing_ok=True)
+        return path
+
+    def keep_best(self, reward, **networks):
+        """checkpoints/best.pt: those networks whose rollout had the highest reward so far."""
+        if not self.best or reward >= self.best["reward"]:
+            state = {name: network.state_dict() for name, network in networks.items()}
+            state |= {"global_step": self.global_step, "reward": float(reward)}
+            self.best = copy.deepcopy(state)
+            write(self.folder / "checkpoints/best.pt", state)
+
+    def save_video(self, frames, fps):
         """frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, and small in TensorBoard."""
-        egl_render.write_video(self.folder / f"videos/step_{global_step}.mp4", frames, fps)
-        thin = -(-max(frames.shape[1:3]) // 200)  # TensorBoard takes GIFs: small ones
-        thumbnails = frames[:, ::thin, ::thin]
-        egl_render.add_video(self.writer, "videos/rollout", thumbnails, global_step, fps)
+        with self._dispensable("a video"):
+            egl_render.write_video(self.folder / f"videos/step_{self.global_step}.mp4", frames, fps)
+            thin = -(-max(frames.shape[1:3]) // 200)  # TensorBoard takes GIFs: small ones
+            thumbnails = frames[:, ::thin, ::thin]
+            egl_render.add_video(self.writer, "videos/rollout", thumbnails, self.global_step, fps)
 
-    def close(self, global_step):
+    def _failed(self, kind, error, trace):
+        """sys.excepthook: saves what was good; one line of what ended the run and how to go on."""
+        sys.excepthook = excepthook
+        if self.good is None or kind is UsageError:
+            excepthook(kind, error, trace)
+        self.bar.close()
+        cause = str(error)
+        if not issubclass(kind, (RunError, mp.TimeoutError)):
+            cause = self._dead_environment(kind)
+        if cause is None:  # of an environment or a script that somebody writes
+            sys.__excepthook__(kind, error, trace)
+            cause = f"{kind.__name__}: {_brief(error)}"
+        try:
+            if isinstance(error, NotFiniteError):
+                cause += f"; {self._save_scene(error)}"
+            state, count = self.good
+            if self.buffer.count != count:
+                self.buffer.undo()
+            self._save(state)
+        except (RunError, OSError) as second:
+            cause += "" if str(second) == str(error) else f"; {second}"
+        print(f"error: {cause}; {self._how_to_go_on()}", file=sys.stderr)
+        sys.exit(1)
+
+    def _dead_environment(self, kind):
+        """Whose process died, and how, if that is what the error came from."""
+        for n, process in enumerate(self.processes):
+            if issubclass(kind, (EOFError, ConnectionError)):
+                process.join(1)
+                if process.exitcode is not None:
+                    return f"the process of environment {n} {_death(process.exitcode)}"
+        return None
+
+    def _save_scene(self, error):
+        path = self.folder / f"not_finite_{self.global_step}.npz"
+        np.savez(path, **{error.kind: error.scene})
+        Image.fromarray(error.frame).save(path.with_suffix(".png"))
+        return f"the scene is in {path} and .png"
+
+    def _how_to_go_on(self):
+        for path in checkpoints(self.folder).values():
+            return f"saved: {path.name}; go on with: python {sys.argv[0]} --resume {self.folder}"
+        return "nothing is saved"
+
+    def close(self):
         """Close all files; say what was learned, where things are, and how to go on."""
         self.bar.close()
-        self.writer.close()
+        with self._dispensable("events"):
+            self.writer.close()
         tenth = max(1, len(self.history) // 10)
         first, last = np.mean(self.history[:tenth]), np.mean(self.history[-tenth:])
         print(f"reward per step: {first:.4f} in the first tenth, {last:.4f} in the last")
         print(f"videos and checkpoints are in {self.folder}")
-        if self.stopped and global_step < self.args.total_timesteps:
-            print(f"stopped; go on with: python {sys.argv[0]} --resume {self.folder}")
+        if self.stopped and self.global_step < self.args.total_timesteps:
+            print(f"stopped; {self._how_to_go_on()}")
             sys.exit(128 + self.stopped)

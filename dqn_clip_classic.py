@@ -32,15 +32,17 @@ import functools
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
+from annotated_types import Interval
 
 import clip_reward
 import egl_render
-from clip_reward import UsageError
+from egl_render import Count, LearningRate, Positive, Share, UsageError
 
 
 @dataclass
@@ -50,53 +52,53 @@ class Args(clip_reward.RunArgs):
 
     env_id: str = "CartPole-v1"
     """CartPole-v1 or MountainCar-v0"""
-    total_timesteps: int = 3_000_000
+    total_timesteps: Positive = 3_000_000
     """environment steps in all, rounded up to whole rollouts"""
-    num_envs: int = 1
+    num_envs: Positive = 1
     """environments stepped in turn by this process: a step takes microseconds"""
-    episode_length: int = 200
+    episode_length: Positive = 200
     """steps of every episode; a rollout is one episode of each environment"""
     terminate: bool = False
     """end episodes where Gymnasium ends them, to check DQN itself (only --reward ground-truth)"""
-    buffer_size: int = 100_000
+    buffer_size: Positive = 100_000
     """transitions in the replay buffer"""
-    gamma: float = 0.99
+    gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.99
     """discount factor"""
-    batch_size: int = 64
+    batch_size: Positive = 64
     """transitions per update"""
-    learning_starts: int = 75_000
+    learning_starts: Count = 75_000
     """steps of random actions before the first update"""
-    gradient_steps: int = 200
+    gradient_steps: Positive = 200
     """updates after each rollout (num_envs * episode_length steps; fewer after a shorter one)"""
-    target_network_frequency: int = 200
+    target_network_frequency: Positive = 200
     """updates between those of the target network"""
-    tau: float = 1.0
+    tau: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """share of the network that moves into the target network then; 1: a copy"""
     double: bool = True
     """double DQN: the network chooses the next action, the target network judges it; without, the
     target network does both"""
-    learning_rate: float = 2.3e-3
+    learning_rate: LearningRate = 2.3e-3
     """learning rate of the network"""
     anneal_lr: bool = False
     """let the learning rate fall linearly to 0 over total_timesteps (not in the paper)"""
-    max_grad_norm: float = 10.0
+    max_grad_norm: Annotated[float, Interval(gt=0)] = 10.0
     """longer gradients are cut to this length"""
-    hidden_size: int = 256
+    hidden_size: Positive = 256
     """width of the two hidden layers"""
     layer_norm: bool = False
     """normalise the hidden layers, against values that run away (not in the paper)"""
-    start_e: float = 1.0
+    start_e: Share = 1.0
     """share of random actions at first (of a rollout's actions: it changes between rollouts)"""
-    end_e: float = 0.04
+    end_e: Share = 0.04
     """share of random actions in the end"""
-    exploration_fraction: float = 0.16
+    exploration_fraction: Share = 0.16
     """part of total_timesteps over which the share falls from start_e to end_e"""
-    best_window: int = 1
+    best_window: Positive = 1
     """rollouts in a row whose mean reward is compared to choose checkpoints/best.pt"""
 
-    checkpoint_freq: int = 64_000
+    checkpoint_freq: Count = 64_000
     """steps between checkpoints; the end of the run always has one"""
-    video_freq: int = 64_000
+    video_freq: Count = 64_000
     """steps between videos, and one at the end; 0: none"""
 
 
@@ -187,11 +189,10 @@ def check_args(args: Args) -> None:
     if args.env_id not in TASKS:
         other = "for tasks with continuous actions use sac_clip_humanoid.py"
         raise UsageError(f"--env-id {args.env_id}: this script has {' and '.join(TASKS)}; {other}")
-    positive = "max_grad_norm target_network_frequency learning_rate best_window"
-    args.check_bounds(positive, shares="start_e end_e exploration_fraction")
+    args.check()
+    args.check_memory(row=12)  # two observations, action, reward, termination
     if args.terminate and args.reward.reward == "clip":
         raise UsageError("--terminate tells about the task: only with --reward ground-truth")
-    args.render.check()
     args.reward.check(frames=args.total_timesteps)
 
 
@@ -245,7 +246,8 @@ class QNetwork(nn.Module):
 
 
 class ReplayBuffer(clip_reward.Rings):
-    """A ring of transitions."""
+    """A ring of transitions: `add` takes observations [K, O], next observations [K, O], actions
+    [K], rewards [K], terminations [K]."""
 
     def __init__(self, size, observation_dim, device):
         self.size, self.count = size, 0  # count: transitions ever added
@@ -256,14 +258,6 @@ class ReplayBuffer(clip_reward.Rings):
             torch.empty(size, device=device),
             torch.empty(size, device=device),
         )
-
-    def add(self, *transitions):
-        """observations [K, O], next observations [K, O], actions [K], rewards [K], terminations
-        [K]; K <= size."""
-        slots = (self.count + torch.arange(len(transitions[0]))) % self.size
-        for ring, column in zip(self.rings, transitions, strict=True):
-            ring[slots] = torch.as_tensor(column).to(ring)
-        self.count += len(slots)
 
     def sample(self, batch_size):
         """-> observations [B, O], next observations [B, O], actions [B], rewards [B],
@@ -334,6 +328,7 @@ if __name__ == "__main__":
     device = clip_reward.seed_everything(args)
     torch.set_num_threads(1)  # such small products: 596 updates/s, with two threads 370 (2 cores)
     pool = clip_reward.make_pool(args, functools.partial(make_renderer, args))
+    run = clip_reward.Run(args)
     disabled = gym.vector.AutoresetMode.DISABLED
     envs = gym.vector.SyncVectorEnv([make_env(args)] * N, autoreset_mode=disabled)
     observation_dim = envs.single_observation_space.shape[0]
@@ -347,32 +342,18 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
     if pool:
         print(*pool.wait_ready().description, sep="\n")
-    run = clip_reward.Run(args)
-    global_step, updates, best_reward = 0, 0, -math.inf
-    scores = []  # mean rewards of the learned policy's last rollouts
-    if run.checkpoint:
-        clip_reward.restore(learner, run.checkpoint)
-        buffer.load_state_dict(run.checkpoint["replay"])
-        global_step, updates = run.checkpoint["global_step"], run.checkpoint["updates"]
-        best_reward, scores = run.checkpoint["best_reward"], run.checkpoint["scores"]
-        run.checkpoint = None  # it maps the file, which would keep its space until the end
+    progress = {"updates": 0, "scores": []}  # mean rewards of the learned policy's last rollouts
+    run.start(learner, buffer, progress)  # with --resume: as they were
 
-    def keep():
-        counters = {"updates": updates, "best_reward": best_reward, "scores": scores}
-        run.save(global_step, learner, counters, buffer)
-
-    if pool:
-        pool.on_failure = keep  # in mid-rollout: all that was learned before it
-
-    while global_step < args.total_timesteps and not run.stopped:
+    while run.goes_on():
         # All randomness follows from (seed, number of the rollout), also after --resume.
         sequence = np.random.SeedSequence((args.seed, len(run.history)))
         *env_seeds, torch_seed = map(int, sequence.generate_state(N + 1))
         torch.manual_seed(torch_seed)
         rng = np.random.default_rng(sequence)
-        learned = updates > 0
+        learned = progress["updates"] > 0
         exploration_steps = args.exploration_fraction * args.total_timesteps
-        epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+        epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, run.global_step)
         explore = rng.random((T, N)) < (epsilon if learned else 1.0)
         any_action = rng.integers(action_count, size=(T, N))
         observations = np.zeros((T + 1, N, observation_dim), np.float32)
@@ -395,6 +376,7 @@ if __name__ == "__main__":
             terminations[t] = infos.get("terminated", 0)
             if not valid[t].any():
                 break
+        run.check_finite(env_seeds, observations, env_rewards)
         success = infos.get("success")
         if judge:
             success = judge(states)
@@ -405,23 +387,24 @@ if __name__ == "__main__":
         columns = (observations[:-1], observations[1:], actions, rewards, terminations)
         buffer.add(*(column[valid] for column in columns))
         steps = int(valid.sum())
-        previous_step, global_step = global_step, global_step + steps
-        scores = [*scores, float(rewards.mean())][-args.best_window :] if learned else []
-        if len(scores) == args.best_window and np.mean(scores) >= best_reward:
-            best_reward = float(np.mean(scores))
-            run.save_best(global_step, best_reward, q_network=q_network)
+        run.global_step += steps
+        if learned:
+            scores = [*progress["scores"], float(rewards.mean())][-args.best_window :]
+            progress["scores"] = scores
+            if len(scores) == args.best_window:
+                run.keep_best(np.mean(scores), q_network=q_network)
 
         # 3. Learn
         t2 = time.perf_counter()
         if args.anneal_lr:
-            lr = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, global_step)
+            lr = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
             optimizer.param_groups[0]["lr"].fill_(lr)
         due = math.ceil(args.gradient_steps * steps / (T * N))
         losses = []
-        for _ in range(due if global_step >= args.learning_starts else 0):
+        for _ in range(due if run.global_step >= args.learning_starts else 0):
             losses.append(learn(buffer.sample(args.batch_size)))
-            updates += 1
-            if updates % args.target_network_frequency == 0:
+            progress["updates"] += 1
+            if progress["updates"] % args.target_network_frequency == 0:
                 with torch.no_grad():
                     torch._foreach_lerp_(target_params, params, args.tau)
         means = torch.stack(losses).mean(0).tolist() if losses else []  # waits for the GPU, once
@@ -434,15 +417,14 @@ if __name__ == "__main__":
         if use_clip:
             more["charts/worker_restarts"] = pool.restarts
         note = "" if learned else "random actions"
-        run.log(global_step, rewards, env_rewards, success, seconds, more, note)
+        run.log(rewards, env_rewards, success, seconds, more, note)
 
         # 5. Keep
-        if run.due(args.video_freq, previous_step, global_step):
+        if run.due(args.video_freq):
             film = states[:, 0][valid[:, 0]]  # the first environment's episode
             fps = envs.metadata["render_fps"]
-            run.save_video(global_step, pool.render(film, size=600), fps)
-        if run.due(args.checkpoint_freq, previous_step, global_step):
-            keep()
+            run.save_video(pool.render(film, size=600), fps)
+        run.keep()
 
     envs.close()
-    run.close(global_step)
+    run.close()

@@ -16,14 +16,17 @@ import ctypes.util
 import functools
 import importlib
 import math
+import operator
 import os
 import sys
+import typing
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Interval
 
 SCENES = Path(__file__).resolve().parent / "scenes"
 INSTALL_GL = "apt-get update && apt-get install -y libegl1 libgl1-mesa-dri libgles2"
@@ -36,6 +39,30 @@ os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
 
 class UsageError(Exception):
     """Something that the person at the terminal can mend; the message is one line."""
+
+
+Positive = Annotated[int, Interval(ge=1, lt=2**63)]
+Count = Annotated[int, Interval(ge=0, lt=2**63)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+Size = Annotated[int, Interval(ge=16, le=8192)]  # of pictures in pixels
+LearningRate = Annotated[float, Interval(gt=0, le=1)]
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def check_bounds(owner, values):
+    """Raise UsageError, which names the flag, for one of `values` {name: value} that is outside the
+    bounds in its type, as declared in `owner`, a dataclass or a function. nan is in no bounds."""
+    for name, hint in typing.get_type_hints(owner, include_extras=True).items():
+        value = values.get(name)
+        if is_dataclass(value):
+            check_bounds(type(value), vars(value))
+        intervals = (x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Interval))
+        for interval in intervals:
+            for x in value if isinstance(value, tuple) else (value,):
+                for way, limit in asdict(interval).items():
+                    if None not in (x, limit) and not getattr(operator, way)(x, limit):
+                        flag = name.replace("_", "-")
+                        raise UsageError(f"--{flag} {x} is not {BOUNDS[way]} {limit}")
 
 
 _device = "cpu"  # the torch device that setup_gl bound this process to
@@ -113,7 +140,7 @@ def quiet_mujoco():
 class RenderArgs:
     """Flags about what CLIP sees."""
 
-    render_size: int = 480
+    render_size: Size = 480
     """height and width of the frames in pixels"""
     render_quality: Literal["auto", "full", "light"] = "auto"
     """light: no shadows, no antialiasing; auto: full on a GPU, light in software"""
@@ -122,23 +149,16 @@ class RenderArgs:
     rock, snow and clouds; or else Gymnasium's own look"""
     camera: Literal["paper", "default"] = "paper"
     """the paper's camera for the humanoid, or the task's own (always for other tasks)"""
-    camera_distance: float | None = None
+    camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
     """metres from the point looked at, instead of the chosen camera's"""
-    camera_azimuth: float | None = None
+    camera_azimuth: Annotated[float | None, Interval(ge=-360, le=360)] = None
     """degrees around the vertical axis, instead of the chosen camera's"""
-    camera_elevation: float | None = None
+    camera_elevation: Annotated[float | None, Interval(ge=-360, le=360)] = None
     """degrees, negative looks down, instead of the chosen camera's"""
-    camera_lookat: tuple[float, float, float] | None = None
+    camera_lookat: Annotated[tuple[float, float, float] | None, Interval(gt=-1e6, lt=1e6)] = None
     """point looked at in metres (x and y follow a tracked body), instead of the chosen camera's"""
     camera_track: bool = True
     """follow a robot that can leave the picture; or else the camera stays where it begins"""
-
-    def check(self):
-        """Raises UsageError, which names the flag, for a value that cannot be drawn with."""
-        for name in ("render_size", "camera_distance"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is not positive")
 
 
 @dataclass(frozen=True)

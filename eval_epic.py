@@ -38,21 +38,25 @@ import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from annotated_types import Interval
 from tqdm import tqdm
 
 import clip_reward
 import dqn_clip_classic as dqn
 import egl_render
 import sac_clip_humanoid as sac
-from clip_reward import UsageError
+from egl_render import Count, Positive, Size, UsageError
 from evaluation import datasets, figures, judges, label_page
 from evaluation.datasets import Dataset, load_dataset
+
+Few = Annotated[int, Interval(ge=1, le=100_000)]  # episodes are played side by side
+Many = Annotated[int, Interval(ge=1, le=10_000_000)]
 
 egl_render.setup_gl()  # before an environment or a judge imports mujoco
 
@@ -127,7 +131,7 @@ def script_of(args):
 def checkpoint_paths(run, names) -> list[Path]:
     """Files of checkpoints: "best", a number of steps, or "all" of these. Raises UsageError."""
     folder = Path(run) / "checkpoints"
-    steps = sorted(int(path.stem[5:]) for path in folder.glob("step_*.pt"))
+    steps = sorted(clip_reward.checkpoints(run))
     names = steps if list(names) == ["all"] else names
     paths = [folder / ("best.pt" if name == "best" else f"step_{name}.pt") for name in names]
     for path in paths or [folder]:
@@ -142,13 +146,12 @@ def load_policy(path, args, observation_space, action_space):
     not of this run's script."""
     kind, key = (dqn.QNetwork, "q_network") if script_of(args) is dqn else (sac.Actor, "actor")
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = clip_reward.load_checkpoint(path)
         network = kind(observation_space.shape[0], action_space, args)
         network.load_state_dict(saved[key])
         return network, int(saved["global_step"])
-    except Exception as error:  # unpickling alone raises half a dozen kinds
-        reason = f"{path}: damaged or not a checkpoint of this run: {error!r:.120}"
-        raise UsageError(reason) from error
+    except (KeyError, RuntimeError) as error:  # other tensors
+        raise UsageError(f"{path} is not a checkpoint of this run: {error!r:.120}") from error
 
 
 @torch.no_grad()
@@ -232,7 +235,7 @@ def results_folder(path):
 class Look(egl_render.RenderArgs):
     """How its pictures are drawn. What is not given is as the run had it (or as for training)."""
 
-    render_size: int | None = None
+    render_size: Annotated[int | None, Interval(ge=16, le=8192)] = None
     render_quality: Literal["auto", "full", "light"] | None = None
     textured: bool | None = None
     camera: Literal["paper", "default"] | None = None
@@ -245,13 +248,13 @@ def collect(
     render: Look,
     run: Path | None = None,
     checkpoints: tuple[str, ...] = ("all",),
-    episodes: int = 5,
-    every: int = 1,
+    episodes: Few = 5,
+    every: Positive = 1,
     explore: bool = False,
     env_id: Literal["CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0"] = "CartPole-v1",
-    states: int = 1000,
-    per_pose: int = 40,
-    seed: int = 0,
+    states: Many = 1000,
+    per_pose: Few = 40,
+    seed: Count = 0,
 ) -> None:
     """States, and what is known of them, as a dataset: one .npz file.
 
@@ -284,8 +287,9 @@ def collect(
         raise UsageError("--explore: a run of DQN has no random policy to sample from")
     given = {name: value for name, value in vars(render).items() if value is not None}
     args.render = replace(args.render, **given)
-    args.render.check()
     if source == "run":
+        if every > args.episode_length:
+            raise UsageError(f"--every {every}: an episode has {args.episode_length} steps")
         paths = checkpoint_paths(run, checkpoints)
         dataset = dataset_of_run(args, paths, episodes, (seed, 2), explore, every, made)
     elif source == "uniform":
@@ -305,7 +309,7 @@ class Rewards(clip_reward.RewardArgs):
     given are the task's."""
 
     reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
-    reward_alpha: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    reward_alpha: Annotated[tuple[float, ...], Interval(ge=0, le=1)] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """strengths of goal-baseline regularisation"""
     clip_model: tuple[str, ...] = ("ViT-bigG-14/laion2b_s39b_b160k",)
     """models to compare: ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline:
@@ -314,8 +318,11 @@ class Rewards(clip_reward.RewardArgs):
     def each(self, frames, prompts):
         """clip_reward.RewardArgs of each model, with the largest alpha, checked for so many
         pictures. prompts: {"target_prompt", "baseline_prompt": [str]}, where none are given."""
-        bad = [alpha for alpha in self.reward_alpha if not 0 <= alpha <= 1]
-        values = vars(self) | {"reward_alpha": max(bad or self.reward_alpha, default=math.nan)}
+        for name in ("reward_alpha", "clip_model"):
+            if not (given := getattr(self, name)) or len(set(given)) < len(given):
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag} {' '.join(map(str, given))}: none, or one named twice")
+        values = vars(self) | {"reward_alpha": max(self.reward_alpha)}
         for name in ("target_prompt", "baseline_prompt"):
             values[name] = values[name] or tuple(prompts[name])
         models = [clip_reward.RewardArgs(**values | {"clip_model": x}) for x in self.clip_model]
@@ -344,7 +351,7 @@ def rewards_of(args: clip_reward.RewardArgs, alphas, make_renderer, states):
     process, where workers would take longer to start: {alpha: [N] float64}."""
     make_reward = functools.partial(Alphas, args=args, alphas=alphas)
     devices = args.devices() if args.reward_devices or len(states) > 2000 else []
-    workers = 64 if devices[:1] and devices[0].startswith("ray") else max(1, len(devices))
+    workers = 64 if clip_reward.is_ray(devices) else max(1, len(devices))
     once = 8 * args.clip_batch_size * workers
     parts = [states[start : start + once] for start in range(0, len(states), once)]
     sizes = args.clip_batch_size, args.worker_timeout
@@ -419,7 +426,7 @@ def epic(dataset: Path, reward: Rewards, labels: str = "judge", judge: str | Non
     print(f"wrote {out}/epic.csv, epic_alpha.png, epic_scaling.png, histograms.png")
 
 
-def sheet(dataset: Path, judge: str | None = None, count: int = 20) -> None:
+def sheet(dataset: Path, judge: str | None = None, count: Few = 20) -> None:
     """Pictures of a dataset, and of states that judges accept (green frames) and reject (red), to
     check at a glance, in a new folder sheets beside it.
 
@@ -469,11 +476,11 @@ def success(
     run: Path | None = None,
     checkpoint: str = "best",
     compare: Path | None = None,
-    episodes: int = 100,
+    episodes: Few = 100,
     judge: str | None = None,
     dataset: Path | None = None,
     human: Path | None = None,
-    videos: int = 16,
+    videos: Count = 16,
 ) -> None:
     """Success rate of a policy by judge or by a person's labels, with a video of the verdicts, in a
     new folder success_.. in the run or beside the dataset.
@@ -564,7 +571,7 @@ SWEEPS = (  # one coordinate from end to end, all others are zero
 
 
 def landscape(
-    reward: Rewards, points: int = 361, render_size: int = 480, out: Path = Path("landscape.png")
+    reward: Rewards, points: Many = 361, render_size: Size = 480, out: Path = Path("landscape.png")
 ) -> None:
     """Reward against pole angle and car position, plain and textured, one line per alpha.
 
@@ -607,8 +614,8 @@ def label(
     judge: str | None = None,
     unit: Literal["frame", "episode"] = "frame",
     labels: Path | None = None,
-    count: int | None = None,
-    port: int | None = None,
+    count: Annotated[int | None, Interval(ge=1)] = None,
+    port: Annotated[int | None, Interval(ge=1, lt=2**16)] = None,
 ) -> None:
     """Label a dataset by hand on a local web page, until Ctrl-C.
 
@@ -632,18 +639,31 @@ def label(
         label_page.serve(session, large, port)
 
 
+def parsed(command):
+    """The command with the flags of a command line, within their bounds, ready to be called."""
+
+    @functools.wraps(command)
+    def parse(**values):
+        egl_render.check_bounds(command, values)
+        return functools.partial(command, **values)
+
+    return parse
+
+
 if __name__ == "__main__":
     commands = (landscape, collect, epic, sheet, success, label)
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {command.__name__: command for command in commands},
-            description=__doc__,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        with clip_reward.errors_in_one_line():
+            command = tyro.extras.subcommand_cli_from_dict(
+                {command.__name__: parsed(command) for command in commands},
+                description=__doc__,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+        command()
     except (UsageError, OSError) as error:  # of a file: its name and what is wrong with it
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except clip_reward.RewardWorkerError as error:
+    except clip_reward.RunError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -37,18 +37,19 @@ import multiprocessing
 import signal
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from annotated_types import Interval
 from PIL import Image
 
 import clip_reward
 import egl_render
-from clip_reward import UsageError
+from egl_render import Count, LearningRate, Positive, UsageError
 
 
 @dataclass
@@ -59,33 +60,33 @@ class Args(clip_reward.RunArgs):
     env_id: str = "Humanoid-v5"
     """any Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers
     it. MuJoCo tasks are drawn from their states, others by their own render()"""
-    total_timesteps: int = 10_000_000
+    total_timesteps: Positive = 10_000_000
     """environment steps in all, rounded up to whole rollouts"""
-    num_envs: int = 32
+    num_envs: Positive = 32
     """environments stepped in parallel, one process each (Humanoid-v5 and MountainCarContinuous:
     in this one)"""
-    episode_length: int = 100
+    episode_length: Positive = 100
     """steps of every episode; no episode ends earlier, and a rollout is one episode of each"""
-    buffer_size: int = 1_000_000
+    buffer_size: Positive = 1_000_000
     """transitions in the replay buffer, rounded down to whole rollouts"""
-    gamma: float = 0.95
+    gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.95
     """discount factor"""
-    tau: float = 0.005
+    tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """share of the critics that moves into the target critics at each update"""
-    batch_size: int = 512
+    batch_size: Positive = 512
     """transitions per update"""
-    learning_starts: int = 50_000
+    learning_starts: Count = 50_000
     """steps of random actions before the first update"""
-    random_repeat: int = 1
+    random_repeat: Positive = 1
     """steps for which each random action is held: with a new one every step a car never leaves its
     valley, with one for 25 steps every fifth episode gets to the top (not in the paper)"""
-    gradient_steps: int = 100
+    gradient_steps: Positive = 100
     """updates after each rollout (num_envs * episode_length steps)"""
-    policy_lr: float = 6e-4
+    policy_lr: LearningRate = 6e-4
     """learning rate of the actor"""
-    q_lr: float = 6e-4
+    q_lr: LearningRate = 6e-4
     """learning rate of the critics and of the entropy coefficient"""
-    hidden_size: int = 256
+    hidden_size: Positive = 256
     """width of the two hidden layers of actor and critics"""
     layer_norm: bool = False
     """normalise the critics' hidden layers, as DroQ and SimBa do: their values stay sane when there
@@ -95,7 +96,7 @@ class Args(clip_reward.RunArgs):
     Humanoid-v5's contact forces reach 5000 where its joint angles reach 3 (not in the paper)"""
     autotune: bool = True
     """tune the entropy coefficient to a policy entropy of -dim(actions)"""
-    entropy_coef: float = 1.0
+    entropy_coef: Annotated[float, Interval(ge=0, lt=1e6)] = 1.0
     """the entropy coefficient, with --autotune only where it starts"""
 
     def __post_init__(self):
@@ -105,12 +106,13 @@ class Args(clip_reward.RunArgs):
 
 def check_args(args: Args) -> None:
     """Raise UsageError, one line that says what to type instead, before anything slow starts."""
-    args.check_bounds(positive="policy_lr q_lr random_repeat")
-    if args.entropy_coef < 0 or (args.autotune and args.entropy_coef == 0):
-        raise UsageError(f"--entropy-coef {args.entropy_coef} is not positive (see --no-autotune)")
-    if check_env(args.env_id) == "frames" and args.judge:
+    args.check()
+    if args.autotune and args.entropy_coef == 0:
+        raise UsageError("--entropy-coef 0.0 cannot be tuned (see --no-autotune)")
+    scene, observation_dim, action_dim = check_env(args.env_id)
+    if scene == "frames" and args.judge:
         raise UsageError(f"--judge {args.judge} judges states; {args.env_id} is drawn by render()")
-    args.render.check()
+    args.check_memory(observation_dim + action_dim + 1)
     args.reward.check(frames=args.total_timesteps)
 
 
@@ -118,8 +120,9 @@ MOUNTAIN_CAR = "MountainCarContinuous-v0"  # a goal that absorbs, and steps of m
 
 
 @functools.cache  # it makes an environment
-def check_env(env_id: str) -> Literal["states", "frames"]:
-    """What a task is drawn from: its states (MuJoCo, MountainCar), or else by its `render()`.
+def check_env(env_id: str) -> tuple[Literal["states", "frames"], int, int]:
+    """What a task is drawn from: its states (MuJoCo, MountainCar), or else by its `render()`; how
+    many numbers an observation and an action have.
 
     Raises:
         UsageError: no such task, or not one that SAC can learn.
@@ -135,7 +138,8 @@ def check_env(env_id: str) -> Literal["states", "frames"]:
     if not isinstance(actions, gym.spaces.Box) or not actions.is_bounded():
         raise UsageError(f"--env-id {env_id}: SAC needs bounded continuous actions, not {actions}")
     has_state = hasattr(env.unwrapped, "data") or env_id == MOUNTAIN_CAR
-    return "states" if has_state else "frames"
+    sizes = gym.spaces.flatdim(env.observation_space), math.prod(actions.shape)
+    return "states" if has_state else "frames", *sizes
 
 
 class AbsorbingGoal(gym.Wrapper):
@@ -183,7 +187,7 @@ class SceneInInfo(gym.Wrapper):
 def make_env(args: Args):
     """A function that makes one environment."""
     drawn = args.reward.reward == "clip" or args.video_freq
-    frames = drawn and check_env(args.env_id) == "frames"
+    frames = drawn and check_env(args.env_id)[0] == "frames"
 
     def thunk():
         egl_render.quiet_mujoco()
@@ -324,9 +328,7 @@ class ReplayBuffer(clip_reward.Rings):
 
     def add(self, *rollout):
         """One rollout: observations [T+1, N, O], actions [T, N, A], rewards [T, N]."""
-        for ring, values in zip(self.rings, rollout, strict=True):
-            ring[self.count % len(ring)] = torch.as_tensor(values)
-        self.count += 1
+        super().add(*(torch.as_tensor(values)[None] for values in rollout))
 
     def sample(self, batch_size):
         """-> observations [B, O], next observations [B, O], actions [B, A], rewards [B]."""
@@ -369,7 +371,7 @@ LOSSES = "qf1_loss qf2_loss qf1_values qf2_values actor_loss alpha_loss alpha en
 
 
 def make_learner(args: Args, observation_dim, action_space, device):
-    """Networks and optimisers by name, and the logarithm of the entropy coefficient []."""
+    """Networks, optimisers, and the logarithm of the entropy coefficient [], by name."""
     actor = Actor(observation_dim, action_space, args).to(device)
     shape = (observation_dim, math.prod(action_space.shape), args, actor.normalize)
     critic, target_critic = TwinCritic(*shape).to(device), TwinCritic(*shape).to(device)
@@ -378,22 +380,21 @@ def make_learner(args: Args, observation_dim, action_space, device):
     log_alpha = torch.tensor(args.entropy_coef, device=device).log().requires_grad_(args.autotune)
     captured = args.compile and device.type == "cuda"
     adam = functools.partial(torch.optim.Adam, fused=True, capturable=captured)
-    learner = {
+    return {
         "actor": actor,
         "critic": critic,
         "target_critic": target_critic,
         "actor_optimizer": adam(actor.parameters(), lr=args.policy_lr),
         "critic_optimizer": adam(critic.parameters(), lr=args.q_lr),
         "alpha_optimizer": adam([log_alpha], lr=args.q_lr),
+        "log_alpha": log_alpha,
     }
-    return learner, log_alpha
 
 
-def update(batch, learner, log_alpha, args: Args):
+def update(batch, learner, args: Args):
     """One step of critics, actor, entropy coefficient and target critics -> [8], see LOSSES."""
-    actor, critic, target_critic, actor_optimizer, critic_optimizer, alpha_optimizer = (
-        learner.values()
-    )
+    *networks, actor_optimizer, critic_optimizer, alpha_optimizer, log_alpha = learner.values()
+    actor, critic, target_critic = networks
     alpha = log_alpha.detach().exp()
     qf_losses, qf_values = update_critic(
         batch, actor, critic, target_critic, critic_optimizer, alpha, args.gamma
@@ -414,13 +415,15 @@ def update(batch, learner, log_alpha, args: Args):
 if __name__ == "__main__":
     args = clip_reward.parse_args(Args, __doc__)
     check_args(args)
-    scene, use_clip = check_env(args.env_id), args.reward.reward == "clip"
+    scene, observation_dim, action_dim = check_env(args.env_id)
+    use_clip = args.reward.reward == "clip"
     judge = clip_reward.load_judge(args)
     T, N = args.episode_length, args.num_envs
     device = clip_reward.seed_everything(args)
     # The reward workers start in the background, and load CLIP while the environments are made.
     draw = functools.partial(make_renderer, args) if scene == "states" else None
     pool = clip_reward.make_pool(args, draw)
+    run = clip_reward.Run(args)
 
     # Environments. Without autoreset the last observation and picture are those of the episode.
     thunks = [make_env(args)] * N
@@ -437,14 +440,11 @@ if __name__ == "__main__":
         multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
         atexit.register(lambda: [p.kill() for p in multiprocessing.active_children()])
         envs = gym.vector.AsyncVectorEnv(thunks, context="forkserver", **options)
-    observation_dim = envs.single_observation_space.shape[0]
-    action_space = envs.single_action_space
-    action_dim = math.prod(action_space.shape)
 
     # Networks and optimisers. The entropy is that of actions in [-1, 1], whatever their units are.
-    learner, log_alpha = make_learner(args, observation_dim, action_space, device)
+    learner = make_learner(args, observation_dim, envs.single_action_space, device)
     actor = learner["actor"]
-    learn = functools.partial(update, learner=learner, log_alpha=log_alpha, args=args)
+    learn = functools.partial(update, learner=learner, args=args)
     if args.compile:
         learn = clip_reward.compile_update(learn, device)
 
@@ -454,29 +454,15 @@ if __name__ == "__main__":
         print(*pool.wait_ready().description, sep="\n")
     gigabytes = sum(ring.nbytes for ring in buffer.rings) / 1e9
     print(f"learner and replay buffer ({gigabytes:.2f} GB) on {device}")
-    run = clip_reward.Run(args)
-    global_step, best_reward = 0, -math.inf
-    if run.checkpoint:
-        clip_reward.restore(learner, run.checkpoint)
-        log_alpha.data.copy_(run.checkpoint["log_alpha"])
-        buffer.load_state_dict(run.checkpoint["replay"])
-        global_step, best_reward = run.checkpoint["global_step"], run.checkpoint["best_reward"]
-        run.checkpoint = None  # it maps the file, which would keep its space until the end
+    run.start(learner, buffer, envs=envs)  # with --resume: as they were
 
-    def keep():
-        counters = {"log_alpha": log_alpha.detach(), "best_reward": best_reward}
-        run.save(global_step, learner, counters, buffer)
-
-    if pool:
-        pool.on_failure = keep  # in mid-rollout: all that was learned before it
-
-    while global_step < args.total_timesteps and not run.stopped:
+    while run.goes_on():
         # All randomness follows from (seed, number of the rollout): a resumed run goes on as the
         # uninterrupted one would have, without any generator's state being saved.
         sequence = np.random.SeedSequence((args.seed, buffer.count))
         *env_seeds, torch_seed = map(int, sequence.generate_state(N + 1))
         torch.manual_seed(torch_seed)
-        random_actions = global_step < args.learning_starts
+        random_actions = run.global_step < args.learning_starts
         observations = np.empty((T + 1, N, observation_dim), np.float32)
         actions = np.empty((T, N, action_dim), np.float32)
         env_rewards, scenes = np.empty((T, N)), []
@@ -499,6 +485,7 @@ if __name__ == "__main__":
                 scenes.append(pictured if scene == "states" else pictured[:1])
             if use_clip:
                 pool.put(**{scene: pictured})
+        run.check_finite(env_seeds, observations, env_rewards)
         success = infos.get("success")
         if judge:
             success = judge(np.stack(scenes))
@@ -509,15 +496,14 @@ if __name__ == "__main__":
         buffer.add(observations, actions, rewards)
         if args.normalize_observations:
             actor.normalize.add(torch.as_tensor(observations, device=device))
-        previous_step, global_step = global_step, global_step + T * N
-        if not random_actions and rewards.mean() > best_reward:
-            best_reward = float(rewards.mean())
-            run.save_best(global_step, best_reward, actor=actor)
+        run.global_step += T * N
+        if not random_actions:
+            run.keep_best(rewards.mean(), actor=actor)
 
         # 3. Learn
         t2 = time.perf_counter()
         losses = []
-        for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
+        for _ in range(args.gradient_steps if run.global_step >= args.learning_starts else 0):
             losses.append(learn(buffer.sample(args.batch_size)))
         means = torch.stack(losses).mean(0).tolist() if losses else []  # waits for the GPU, once
 
@@ -528,16 +514,15 @@ if __name__ == "__main__":
         if use_clip:
             more["charts/worker_restarts"] = pool.restarts
         note = "random actions" if random_actions else ""
-        run.log(global_step, rewards, env_rewards, success, seconds, more, note)
+        run.log(rewards, env_rewards, success, seconds, more, note)
 
         # 5. Keep
-        if scenes and run.due(args.video_freq, previous_step, global_step):
+        if scenes and run.due(args.video_freq):
             frames = np.stack([states[0] for states in scenes])  # the first environment's episode
             if scene == "states":
                 frames = pool.render(frames, size=max(240, args.render.render_size))
-            run.save_video(global_step, frames, envs.metadata.get("render_fps", 30))
-        if run.due(args.checkpoint_freq, previous_step, global_step):
-            keep()
+            run.save_video(frames, envs.metadata.get("render_fps", 30))
+        run.keep()
 
     envs.close()
-    run.close(global_step)
+    run.close()

@@ -41,14 +41,14 @@ SPACES = {  # observations, actions, transitions per update
 
 def make_sac(args, width, space, device):
     """-> update function of a batch, and a full buffer, as in sac_clip_humanoid.py"""
-    learner, log_alpha = sac.make_learner(args, width, space, device)
+    learner = sac.make_learner(args, width, space, device)
     T, N = 100, 32
     buffer = sac.ReplayBuffer(REPLAY // (T * N), T, N, width, *space.shape, device)
     rng = np.random.default_rng(0)
     for _ in range(REPLAY // (T * N)):
         actions = rng.uniform(-1, 1, (T, N, *space.shape))
         buffer.add(rng.normal(size=(T + 1, N, width)), actions, rng.normal(size=(T, N)))
-    return functools.partial(sac.update, learner=learner, log_alpha=log_alpha, args=args), buffer
+    return functools.partial(sac.update, learner=learner, args=args), buffer
 
 
 def make_dqn(args, width, space, device):

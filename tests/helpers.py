@@ -140,7 +140,9 @@ def only_run(runs_dir):
     return folder
 
 
-def checkpoint(folder, name="latest"):
+def checkpoint(folder, name=None):
+    """A run's newest, or another."""
+    name = name or f"step_{max(clip_reward.checkpoints(folder))}"
     return torch.load(folder / f"checkpoints/{name}.pt", weights_only=True)
 
 

@@ -102,7 +102,7 @@ def test_the_script_takes_the_command_and_resumes(command, tmp_path, monkeypatch
         assert "\n" not in RAY["spec"]["entrypoint"], "the submitter's shell would end it there"
     folder = tmp_path / "runs/run"  # as a first attempt leaves it
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints/latest.pt").touch()
+    (folder / "checkpoints/step_8.pt").touch()
     (folder / "args.json").write_text(json.dumps(clip_reward.flags(args)))
     assert clip_reward.parse_args(sac.Args, "").resume == str(folder)
 

@@ -17,7 +17,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
-from helpers import KNEELING, ROOT, TINY, checkpoint, only_run, rings, run, scalars, wait_until
+from helpers import KNEELING, TINY, checkpoint, only_run, rings, run, scalars, wait_until
 
 import clip_reward
 import dqn_clip_classic as dqn
@@ -73,12 +73,12 @@ def test_a_run_leaves_everything_that_is_promised(finished):
     baseline = ["a humanoid robot"] if script is sac else []  # the humanoid has one of its own
     assert args["baseline_prompt"] == baseline
     kept = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert kept == {"best.pt", "latest.pt", "step_48.pt", "step_96.pt"}
+    assert kept == {"best.pt", "step_48.pt", "step_96.pt"}
     network = "actor" if script is sac else "q_network"
     assert checkpoint(folder, "best").keys() == {network, "global_step", "reward"}
-    latest, last = checkpoint(folder), checkpoint(folder, "step_96")
-    assert latest.keys() - last.keys() == {"replay"} and latest["global_step"] == 96
-    assert len(last["history"]) == 4 and last[network].keys() == latest[network].keys()
+    last, best = checkpoint(folder), checkpoint(folder, "best")
+    assert last["global_step"] == 96 and len(last["history"]) == 4
+    assert last[network].keys() == best[network].keys() and equal(last["best"], best)
     videos = sorted((folder / "videos").glob("*.mp4"))
     assert [path.name for path in videos] == ["step_48.mp4", "step_96.mp4"]
     shape = (240, 240, 3) if script is sac else (600, 600, 3)
@@ -177,7 +177,7 @@ def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_pat
     assert stopped < checkpoint(half)["global_step"] < 2400
     run(dqn.__file__, "--resume", half)
     one, two = checkpoint(half), checkpoint(whole)
-    assert equal(one, two) and one["updates"] == 100 * 6 and one["replay"]["count"] == 2400
+    assert equal(one, two) and one["progress"]["updates"] == 100 * 6 and one["replay"]["count"] == 2400
     assert equal(checkpoint(half, "best"), checkpoint(whole, "best"))
     values, _ = scalars(half)
     assert [event.step for event in values["charts/epsilon"]] == list(range(24, 2401, 24))
@@ -259,7 +259,7 @@ def test_nothing_outlives_a_run_and_a_signal_leaves_a_checkpoint(script, number,
     assert "Traceback" not in output
     folder = only_run(tmp_path)
     latest = checkpoint(folder)
-    assert checkpoint(folder, f"step_{latest['global_step']}")["history"] == latest["history"]
+    assert latest["global_step"] == 24 * len(latest["history"]) > 0
     assert wait_until(lambda: helpers.gone(children), 2)
 
 
@@ -287,9 +287,10 @@ def test_one_lost_worker_is_replaced_and_two_in_a_rollout_end_the_run(script, tm
     warning, warning_2, error = process.stderr.read().splitlines()
     for lost in (warning, warning_2):
         assert re.match(r"WARNING: reward-worker-\d-cpu was killed .*exit code -9; ", lost)
-    assert re.fullmatch(r"error: reward-worker-\d-cpu was killed .*exit code -9", error)
     folder = only_run(tmp_path)
     stopped = checkpoint(folder)["global_step"]
+    ends = f"; saved: step_{stopped}.pt; go on with: python {script.__file__} --resume {folder}"
+    assert re.fullmatch(rf"error: reward-worker-\d-cpu was killed .*exit code -9{ends}", error)
     assert 240 <= stopped < 960
     restarts = [event.value for event in scalars(folder)[0]["charts/worker_restarts"]]
     assert restarts[0] == 0 and restarts[-1] == 1 and len(restarts) == stopped // 24
@@ -305,91 +306,6 @@ def test_one_lost_worker_is_replaced_and_two_in_a_rollout_end_the_run(script, tm
 # ------------------------------------------------------------------------------ bad input
 
 PROMPT = dict(target_prompt=("a thing",), clip_model=TINY)
-BAD_FOR_BOTH = [
-    (dict(), "--target-prompt"),
-    (dict(target_prompt=("",)), "--target-prompt"),
-    (dict(target_prompt=("kneeling", "  ")), "--target-prompt"),
-    (PROMPT | dict(reward_alpha=1.01), "--reward-alpha 1.01"),
-    (PROMPT | dict(reward_alpha=-0.5), "--reward-alpha"),
-    (PROMPT | dict(reward_alpha=float("nan")), "--reward-alpha nan"),
-    (PROMPT | dict(reward_alpha=0.5, baseline_prompt=("a thing",)), "is the target"),
-    (PROMPT | dict(reward_devices=("cuda:99",)), "cuda:99 does not exist"),
-    (PROMPT | dict(reward_devices=("gpu",)), "gpu"),
-    (
-        PROMPT | dict(reward_devices=("ray", "cpu")),
-        "ray cpu: Ray's are ray, ray:N",
-    ),
-    (PROMPT | dict(reward_devices=("ray:0",)), "--reward-devices ray:0"),
-    (PROMPT | dict(reward_devices=("ray:2:0.0",)), "--reward-devices ray:2:0.0"),
-    (PROMPT | dict(worker_timeout=0), "--worker-timeout 0"),
-    (PROMPT | dict(clip_batch_size=0), "--clip-batch-size 0"),
-    (PROMPT | dict(render_size=-4), "--render-size -4"),
-    (PROMPT | dict(seed=-1), "--seed -1"),
-    (PROMPT | dict(num_envs=0), "--num-envs 0"),
-    (PROMPT | dict(episode_length=0), "--episode-length"),
-    (PROMPT | dict(batch_size=0), "--batch-size"),
-    (PROMPT | dict(total_timesteps=0), "--total-timesteps"),
-    (PROMPT | dict(gamma=1.5), "--gamma"),
-    (PROMPT | dict(tau=0.0), "--tau"),
-    (PROMPT | dict(buffer_size=10), "--buffer-size"),
-]
-BAD = {
-    sac: [
-        (PROMPT | dict(reward_alpha=0.5, env_id=sac.MOUNTAIN_CAR), "--baseline-prompt"),
-        (PROMPT | dict(entropy_coef=0.0), "--entropy-coef"),
-        (PROMPT | dict(random_repeat=0), "--random-repeat 0"),
-        (PROMPT | dict(policy_lr=float("nan")), "--policy-lr"),
-        (PROMPT | dict(env_id="Humanoid-v55"), "Humanoid"),
-        (PROMPT | dict(env_id="Nonsense"), "Environment `Nonsense` doesn't exist"),
-        (PROMPT | dict(env_id="nowhere:Nonsense-v0"), "nowhere"),
-        (PROMPT | dict(env_id="CartPole-v1"), "use dqn_clip_classic.py"),
-        (PROMPT | dict(env_id="MountainCar-v0"), "use dqn_clip_classic.py"),
-    ],
-    dqn: [
-        (PROMPT | dict(reward_alpha=0.5), "--baseline-prompt"),
-        (PROMPT | dict(best_window=0), "--best-window"),
-        (PROMPT | dict(terminate=True), "--terminate"),
-        (PROMPT | dict(target_network_frequency=0), "--target-network-frequency"),
-        (PROMPT | dict(exploration_fraction=1.5), "--exploration-fraction"),
-        (PROMPT | dict(end_e=-0.1), "--end-e"),
-        (PROMPT | dict(gamma=1.0), "--gamma"),
-        (PROMPT | dict(learning_rate=float("nan")), "--learning-rate"),
-        (PROMPT | dict(env_id="CartPole-v11"), "CartPole-v1 and MountainCar-v0"),
-        (PROMPT | dict(env_id="Acrobot-v1"), "MountainCar-v0"),
-        (PROMPT | dict(env_id="Pendulum-v1"), "sac_clip_humanoid.py"),
-        (PROMPT | dict(env_id="MountainCarContinuous-v0"), "sac_clip_humanoid.py"),
-    ],
-}
-ROWS = [(script, *row) for script in BAD for row in BAD_FOR_BOTH + BAD[script]]
-
-
-@pytest.mark.parametrize("script, changes, message", ROWS)
-def test_bad_values_are_found_before_anything_slow(script, changes, message):
-    with pytest.raises(UsageError, match=re.escape(message)) as error:
-        script.check_args(from_flags(script.Args, changes))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "script, arguments, message",
-    [
-        (sac, ["--target-prompt", "x"], "days"),  # the default ViT-bigG-14 without a GPU
-        (sac, ["--target-prompt", "x", "--clip-model", "ViT-B-32/laion2b"], "nearest"),
-        (sac, [*CLIP[sac], "--judge", "flying"], "--judge flying"),
-        (sac, [*CLIP[sac], "--env-id", "Ant-v5", "--judge", "kneeling"], "--judge kneeling"),
-        (sac, ["--resume", "/nowhere"], "/nowhere"),
-        (dqn, [*CLIP[dqn], "--judge", "nowhere.py:f"], "nowhere.py"),
-        (dqn, [*TRUTH, "--runs-dir", ROOT / "README.md/runs"], "--runs-dir"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(script, arguments, message, tmp_path):
-    if torch.cuda.is_available() and message == "days":
-        pytest.skip("this machine has a GPU")
-    runs = [] if {"--resume", "--runs-dir"} & set(arguments) else ["--runs-dir", tmp_path]
-    process = run(script.__file__, *arguments, *runs, code=2)
-    (line,) = [line for line in process.stderr.splitlines() if line.strip()]
-    assert line.startswith("error: ") and message in line
-    assert not list(tmp_path.iterdir()), "nothing was started"
 
 
 def test_no_gl_library_is_one_line_and_exit_code_2(tmp_path):
@@ -427,7 +343,7 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
         ("", "args.json is damaged"),
         ("{", "args.json is damaged"),
         ("[1]", "args.json is damaged"),
-        (json.dumps(flags), "no checkpoints/latest.pt"),
+        (json.dumps(flags), "no checkpoints/step_<n>.pt"),
     ]
     for content, message in contents:
         if content is not None:
@@ -435,7 +351,8 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=re.escape(message)):
             parse(folder)
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/latest.pt").touch()
+    (tmp_path / "checkpoints/step_8.pt").touch()
+    (tmp_path / "checkpoints/step_8 (copy).pt").touch()
     with pytest.raises(UsageError, match="--gamma was 0.9"):
         parse(folder, "--gamma", "0.5")
     with pytest.raises(UsageError, match="--target-prompt was"):

@@ -74,8 +74,9 @@ def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune):
     args.gamma, args.tau, args.policy_lr, args.q_lr = 0.9, 0.1, 2e-3, 3e-3
     torch.manual_seed(0)
     space, device = gym.spaces.Box(-1, 1, (ACTIONS,)), torch.device("cpu")
-    learner, log_alpha = sac.make_learner(args, OBSERVATIONS, space, device)
+    learner = sac.make_learner(args, OBSERVATIONS, space, device)
     actor, target = learner["actor"], learner["target_critic"]
+    log_alpha = learner["log_alpha"]
     policy = layers(actor.net)
     critics = [layers(qf) for qf in (learner["critic"].qf1, learner["critic"].qf2)]
     targets = [layers(qf) for qf in (target.qf1, target.qf2)]
@@ -100,7 +101,7 @@ def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune):
         batch = [torch.randn(BATCH, OBSERVATIONS), torch.randn(BATCH, OBSERVATIONS)]
         batch += [torch.rand(BATCH, ACTIONS) * 2 - 1, torch.randn(BATCH)]
         torch.manual_seed(100 + step)
-        result = sac.update(batch, learner, log_alpha, args)
+        result = sac.update(batch, learner, args)
         torch.manual_seed(100 + step)  # the same two draws: for s', then for s
         later_noise, noise = (torch.randn(BATCH, ACTIONS).double() for _ in range(2))
         observations, later, actions, rewards = (x.double() for x in batch)
@@ -195,8 +196,8 @@ def test_compiled_updates_are_the_plain_ones(script):
         if script is sac:
             args.normalize_observations = True
             space, seen = gym.spaces.Box(-1, 1, (ACTIONS,)), torch.cat([b[0] for b in batches])
-            learner, log_alpha = sac.make_learner(args, OBSERVATIONS, space, device)
-            settings = {"learner": learner, "log_alpha": log_alpha}
+            learner = sac.make_learner(args, OBSERVATIONS, space, device)
+            settings = {"learner": learner}
         else:
             space = gym.spaces.Discrete(ACTIONS)
             settings = learner = dqn.make_learner(args, OBSERVATIONS, space, device)
