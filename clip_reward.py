@@ -46,6 +46,7 @@ import types
 import urllib.request
 import zipfile
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -54,6 +55,8 @@ from urllib.parse import urlsplit
 # another process on the same cores (the workers of a run) updates fall from 65 to 1 a second; with
 # this bound to 36 (2 cores, batch 256; docs/speed.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# For multiprocessing's own process, which would tell of semaphores when a run is killed.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 
 import numpy as np
 import torch
@@ -653,8 +656,7 @@ class _Process:
 
     def __init__(self, name, timeout, *setup):
         self.name, self.worker_timeout, self.setup = name, timeout, setup
-        self.closing, self.closed = threading.Lock(), False
-        self.start()
+        self.closing, self.closed, self.process = threading.Lock(), False, None
 
     def start(self):
         context = mp.get_context("spawn")  # which CUDA wants
@@ -702,10 +704,11 @@ class _Process:
                 pipe.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", timeout, 0))
 
     def restart(self):
+        """Start it, in place of one that is lost. Not in the main thread: a signal's handler might
+        leave it half started."""
         with self.closing:
             if not self.closed:
-                self.process.kill()
-                self.process.join(5)  # one that is stuck in a driver dies later, or never
+                self._kill()
                 try:
                     self.start()
                 except OSError as error:
@@ -714,8 +717,12 @@ class _Process:
     def close(self):
         with self.closing:
             self.closed = True
-            self.process.kill()  # it keeps nothing that has to be written, and may be stopped
-            self.process.join(5)
+            self._kill()  # it keeps nothing that has to be written, and may be stopped
+
+    def _kill(self):
+        if self.process:
+            self.process.kill()
+            self.process.join(5)  # one that is stuck in a driver dies later, or never
 
 
 def ray_cluster():
@@ -874,9 +881,10 @@ class RewardPool:
     def _feed(self, worker, ready):
         """Feed one worker, and those that replace it, until the pool closes."""
         # inherited by the workers that this thread starts: Ctrl-C while one imports is not for it
+        resource_tracker.ensure_running()  # which would unblock them when it starts
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         under_way = collections.deque()  # (future, *chunk) that are with the worker
-        lost = False
+        lost = isinstance(worker, _Process)  # not started yet
         while True:
             try:
                 if lost:
@@ -1213,6 +1221,14 @@ def excepthook(kind, error, trace):
     sys.__excepthook__(kind, error, trace)
 
 
+def end_at_once(number, _):
+    """End without a word on a signal, while there is nothing to save. By no exception: a module
+    that is just being imported would make another one of it."""
+    for process in mp.active_children():
+        process.kill()
+    os._exit(128 + number)
+
+
 def parse_args(Args, description):
     """The command line, with --resume on top of the run's own flags. From here on errors are one
     line (see `excepthook`), and Ctrl-C and SIGTERM end the program without a word."""
@@ -1220,7 +1236,7 @@ def parse_args(Args, description):
 
     sys.excepthook = excepthook
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, end_at_once)
     options = {"description": description, "config": (tyro.conf.OmitArgPrefixes,)}
     with errors_in_one_line():
         args = tyro.cli(Args, **options)
@@ -1376,13 +1392,21 @@ class Run:
         self.args, self.stopped, self.save_soon, self.warned = args, 0, False, False
         self.history, self.global_step, self.best, self.good = [], 0, {}, None
         sys.excepthook = self._failed
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._end_at_once)
+        # a thread of TensorBoard's tells what it could not write, and then the main thread does
+        told = threading.excepthook
+        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or told(x)
         try:
-            self.folder = Path(args.resume) if args.resume else self._new_folder()
+            self.folder = None
             atexit.register(self._discard)
+            self.folder = Path(args.resume) if args.resume else self._new_folder()
             self._lock()
             self.checkpoint = self._newest_checkpoint() if args.resume else {}
             self.first_step = self.checkpoint.get("global_step", 0)
             (self.folder / "checkpoints").mkdir(exist_ok=True)
+            for left in (*self.folder.rglob("*.tmp"), *self.folder.glob("videos/.*")):
+                left.unlink()  # by one that was killed
             write(self.folder / "args.json", json.dumps(flags(args), indent=2).encode())
             if args.track:
                 self._track()
@@ -1391,6 +1415,10 @@ class Run:
             self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
         except OSError as error:
             raise RunError(f"no run's folder can be written in {args.runs_dir}: {error}") from error
+
+    def _end_at_once(self, *received):
+        self._discard()
+        end_at_once(*received)
 
     def _new_folder(self):
         """One that this process has made, and no other."""
@@ -1405,7 +1433,8 @@ class Run:
 
     def _discard(self):
         """Remove the folder of a new run that ended before it had anything to keep."""
-        if not (self.args.resume or self.history or checkpoints(self.folder)):
+        new = self.folder and not self.args.resume
+        if new and not (self.history or checkpoints(self.folder)):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _lock(self):
@@ -1428,7 +1457,7 @@ class Run:
         for path in checkpoints(self.folder).values():
             try:
                 checkpoint = load_checkpoint(path)
-                if changed := changed_flags(checkpoint.get("flags", {"it": None}), self.args):
+                if changed := changed_flags(checkpoint.get("flags", {"flags": 0}), self.args):
                     raise UsageError(f"{path} is of another run: {', '.join(changed)} differ")
                 return checkpoint
             except UsageError as error:
@@ -1474,6 +1503,7 @@ class Run:
                 self.best = copy.deepcopy(best)
                 write(self.folder / "checkpoints/best.pt", best)
         self.checkpoint = None  # it maps the file, which would keep its space until the end
+        self.ends = self.global_step >= self.args.total_timesteps
         self.began = time.perf_counter()
         sys.stdout.reconfigure(line_buffering=True)  # a line per rollout in log files as well
         options = {"unit": "step", "smoothing": 0.1, "disable": None}
@@ -1496,7 +1526,7 @@ class Run:
     def goes_on(self):
         """Whether there is one more rollout to do."""
         self.good = self._state(copy.deepcopy), self.buffer.count
-        return self.global_step < self.args.total_timesteps and not self.stopped
+        return not self.ends
 
     def _state(self, copied=lambda state: state):
         """What a checkpoint has, but for the replay buffer."""
@@ -1519,12 +1549,14 @@ class Run:
                 raise RunError(f"{what}, {when}")
 
     def log(self, rewards, env_rewards, success, seconds, more, note):
-        """One rollout: events, a line on the console, the bar. rewards (learned from) and
+        """The end of a rollout: events, a line on the console, the bar. rewards (learned from) and
         env_rewards (the environment's own) are [T, N], success [N] bool or None, seconds {what its
         time went into: s}, more {tag: value}, note for the end of the line."""
         for tag, value in more.items():
             if not math.isfinite(value):
                 raise RunError(f"{tag} is {value} after {self.global_step} steps")
+        # decided once: a signal that comes later than this ends the next rollout
+        self.ends = bool(self.stopped) or self.global_step >= self.args.total_timesteps
         self.history.append(float(rewards.mean()))
         elapsed = time.perf_counter() - self.began
         charts = {"SPS": (self.global_step - self.first_step) / elapsed}
@@ -1550,9 +1582,9 @@ class Run:
         """The run goes on without what cannot be written here, with one warning in all."""
         try:
             yield
-        except OSError as error:
+        except (OSError, RunError) as error:
             if not self.warned:
-                _warn(f"{what} could not be written: {error}; the run goes on without")
+                _warn(f"{what} could not be written: {_brief(error)}; the run goes on without")
             self.warned = True
             with contextlib.suppress(OSError):  # the old one has ended with the error
                 if shutil.disk_usage(self.folder).free > 1e6:
@@ -1560,10 +1592,8 @@ class Run:
 
     def due(self, every):
         """Whether this rollout passed a multiple of `every`, or the run ends; never if it is 0."""
-        before, done = self.good[0]["global_step"], self.global_step >= self.args.total_timesteps
-        return every > 0 and bool(
-            self.stopped or done or before // every != self.global_step // every
-        )
+        before = self.good[0]["global_step"]
+        return every > 0 and (self.ends or before // every != self.global_step // every)
 
     def keep(self):
         """checkpoints/step_<n>.pt, if it is due: all that --resume needs. Older ones are removed
@@ -1586,7 +1616,8 @@ class Run:
             state = {name: network.state_dict() for name, network in networks.items()}
             state |= {"global_step": self.global_step, "reward": float(reward)}
             self.best = copy.deepcopy(state)
-            write(self.folder / "checkpoints/best.pt", state)
+            with self._dispensable("best.pt"):  # it is in every checkpoint, too
+                write(self.folder / "checkpoints/best.pt", state)
 
     def save_video(self, frames, fps):
         """frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, and small in TensorBoard."""
@@ -1600,11 +1631,9 @@ class Run:
         """sys.excepthook: saves what was good; one line of what ended the run and how to go on."""
         sys.excepthook = excepthook
         if self.good is None or kind is UsageError:
-            excepthook(kind, error, trace)
+            return excepthook(kind, error, trace)
         self.bar.close()
-        cause = str(error)
-        if not issubclass(kind, (RunError, mp.TimeoutError)):
-            cause = self._dead_environment(kind)
+        cause = str(error) if issubclass(kind, RunError) else self._dead_environment(kind, error)
         if cause is None:  # of an environment or a script that somebody writes
             sys.__excepthook__(kind, error, trace)
             cause = f"{kind.__name__}: {_brief(error)}"
@@ -1620,8 +1649,10 @@ class Run:
         print(f"error: {cause}; {self._how_to_go_on()}", file=sys.stderr)
         sys.exit(1)
 
-    def _dead_environment(self, kind):
+    def _dead_environment(self, kind, error):
         """Whose process died, and how, if that is what the error came from."""
+        if issubclass(kind, mp.TimeoutError):
+            return f"an environment hangs (--worker-timeout): {error}"
         for n, process in enumerate(self.processes):
             if issubclass(kind, (EOFError, ConnectionError)):
                 process.join(1)

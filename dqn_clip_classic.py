@@ -30,9 +30,13 @@ DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
 
 import functools
 import math
+import signal
 import time
 from dataclasses import dataclass, field
 from typing import Annotated
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
 
 import gymnasium as gym
 import numpy as np
@@ -43,6 +47,7 @@ from annotated_types import Interval
 import clip_reward
 import egl_render
 from egl_render import Count, LearningRate, Positive, Share, UsageError
+from environments import vector
 
 
 @dataclass
@@ -329,8 +334,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # such small products: 596 updates/s, with two threads 370 (2 cores)
     pool = clip_reward.make_pool(args, functools.partial(make_renderer, args))
     run = clip_reward.Run(args)
-    disabled = gym.vector.AutoresetMode.DISABLED
-    envs = gym.vector.SyncVectorEnv([make_env(args)] * N, autoreset_mode=disabled)
+    envs = vector.in_this_process(make_env(args), N)
     observation_dim = envs.single_observation_space.shape[0]
     action_count = int(envs.single_action_space.n)
     learner = make_learner(args, observation_dim, envs.single_action_space, device)

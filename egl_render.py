@@ -566,8 +566,13 @@ def write_video(path, frames, fps):
     path.parent.mkdir(parents=True, exist_ok=True)
     even = frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]
     partial = path.with_name("." + path.name)
-    imageio.mimwrite(partial, list(even), format="FFMPEG", fps=fps, macro_block_size=2, quality=8)
-    partial.replace(path)
+    options = {"format": "FFMPEG", "fps": fps, "macro_block_size": 2, "quality": 8}
+    options["ffmpeg_log_level"] = "quiet"  # the exception says it
+    try:
+        imageio.mimwrite(partial, list(even), **options)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def add_video(writer, tag, frames, step, fps):

@@ -34,13 +34,16 @@ from __future__ import annotations
 import functools
 import json
 import math
+import signal
 import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import gymnasium as gym
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
+
 import numpy as np
 import torch
 import tyro
@@ -52,6 +55,7 @@ import dqn_clip_classic as dqn
 import egl_render
 import sac_clip_humanoid as sac
 from egl_render import Count, Positive, Size, UsageError
+from environments import vector
 from evaluation import datasets, figures, judges, label_page
 from evaluation.datasets import Dataset, load_dataset
 
@@ -159,9 +163,8 @@ def rollout(args, path, seeds, explore=False):
     """Play whole episodes of the run with these `args` side by side, one per seed, by the best
     actions of the checkpoint at `path`, or with `explore` (SAC) by samples -> columns of a Dataset,
     episode after episode. Raises UsageError for a damaged checkpoint or a task without states."""
-    seeds, disabled = [int(seed) for seed in seeds], gym.vector.AutoresetMode.DISABLED
-    thunks = [script_of(args).make_env(args)] * len(seeds)
-    envs = gym.vector.SyncVectorEnv(thunks, autoreset_mode=disabled)
+    seeds = [int(seed) for seed in seeds]
+    envs = vector.in_this_process(script_of(args).make_env(args), len(seeds))
     spaces = envs.single_observation_space, envs.single_action_space
     network, checkpoint_step = load_policy(path, args, *spaces)
     observations, _ = envs.reset(seed=seeds)
@@ -651,6 +654,7 @@ def parsed(command):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     commands = (landscape, collect, epic, sheet, success, label)
     try:
         with clip_reward.errors_in_one_line():

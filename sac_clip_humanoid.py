@@ -30,7 +30,6 @@ The environment's own reward instead, as a baseline (nothing is drawn):
     python sac_clip_humanoid.py --reward ground-truth --video-freq 0
 """
 
-import atexit
 import functools
 import math
 import multiprocessing
@@ -38,6 +37,9 @@ import signal
 import time
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
 
 import gymnasium as gym
 import numpy as np
@@ -50,6 +52,7 @@ from PIL import Image
 import clip_reward
 import egl_render
 from egl_render import Count, LearningRate, Positive, UsageError
+from environments import vector
 
 
 @dataclass
@@ -192,8 +195,6 @@ def make_env(args: Args):
     def thunk():
         egl_render.quiet_mujoco()
         if multiprocessing.parent_process() is not None:
-            for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, as by Ctrl-C:
-                signal.signal(number, signal.SIG_IGN)  # how to end is for the parent to decide
             gym.logger.min_level = gym.logger.ERROR  # the parent has printed the same warnings
         kwargs = {"max_episode_steps": -1}  # no time limit
         if frames:
@@ -425,21 +426,14 @@ if __name__ == "__main__":
     pool = clip_reward.make_pool(args, draw)
     run = clip_reward.Run(args)
 
-    # Environments. Without autoreset the last observation and picture are those of the episode.
-    thunks = [make_env(args)] * N
-    options = {"copy": False, "autoreset_mode": gym.vector.AutoresetMode.DISABLED}
     if args.env_id == "Humanoid-v5":
         from environments.humanoid import HumanoidVectorEnv
 
         envs = HumanoidVectorEnv(N)  # the same to the bit, and 2.5 times as fast
     elif N == 1 or args.env_id == MOUNTAIN_CAR:
-        envs = gym.vector.SyncVectorEnv(thunks, **options)
+        envs = vector.in_this_process(make_env(args), N)
     else:
-        # forkserver: processes share what is imported once, and inherit neither CUDA nor each
-        # other's pipes, so that they end when this process does, however it does.
-        multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
-        atexit.register(lambda: [p.kill() for p in multiprocessing.active_children()])
-        envs = gym.vector.AsyncVectorEnv(thunks, context="forkserver", **options)
+        envs = vector.in_processes(make_env(args), N, timeout=args.reward.worker_timeout)
 
     # Networks and optimisers. The entropy is that of actions in [-1, 1], whatever their units are.
     learner = make_learner(args, observation_dim, envs.single_action_space, device)

@@ -40,8 +40,8 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import clip_reward  # noqa: E402
-from evaluation import judges  # noqa: E402
+import clip_reward
+from evaluation import judges
 
 DQN = """dqn_clip_classic.py --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4
     --learning-starts 1000 --learning-rate 5e-4 --anneal-lr --tau 0.01

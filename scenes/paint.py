@@ -18,7 +18,7 @@ from scipy.ndimage import map_coordinates
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # for `python scenes/paint.py`
 
-from egl_render import CAR_HEIGHT, CAR_SUPERSAMPLING, MOUNTAIN_GOALS, SCALE, Look, hill  # noqa: E402
+from egl_render import CAR_HEIGHT, CAR_SUPERSAMPLING, MOUNTAIN_GOALS, SCALE, Look, hill
 
 CAR_WIDTH = 64  # pixels of a native frame
 

@@ -39,7 +39,7 @@ def test_mountain_car_with_textures(tmp_path):
 def test_gymnasium_s_own_ends_with_terminate(tmp_path):
     """Random actions let the pole fall after some 20 steps; no step after that is stored."""
     base = [dqn.__file__, *SMALL, "--reward", "ground-truth", "--video-freq", 0, "--terminate"]
-    base += ["--episode-length", 100, "--learning-starts", 10**6, "--total-timesteps", 400]
+    base += ["--episode-length", 100, "--learning-starts", 400, "--total-timesteps", 400]
     run(*base, "--runs-dir", tmp_path)
     folder = only_run(tmp_path)
     observations, next_observations, _, rewards, terminations = rings(folder)

@@ -1,5 +1,6 @@
 """Pictures and physics against Gymnasium's own, files that can be read back."""
 
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from egl_render import (
     MujocoRenderer,
     RenderArgs,
     UsageError,
+    check_bounds,
     choose_camera,
     env_camera,
     textured_model,
@@ -275,11 +277,15 @@ def test_single_values_override_a_camera_and_every_one_of_them_matters():
 
 
 def test_flags_that_cannot_be_drawn_with_are_named():
-    RenderArgs().check()
-    with pytest.raises(UsageError, match="--render-size 0 is not positive"):
-        RenderArgs(render_size=0).check()
-    with pytest.raises(UsageError, match="--camera-distance -1.0 is not positive"):
-        RenderArgs(camera_distance=-1.0).check()
+    check_bounds(RenderArgs, vars(RenderArgs()))
+    for name, value, words in (
+        ("render_size", 0, "--render-size 0 is not at least 16"),
+        ("camera_distance", -1.0, "--camera-distance -1.0 is not above 0"),
+        ("camera_elevation", math.nan, "--camera-elevation nan is not at least -360"),
+        ("camera_lookat", (0.0, 0.0, math.inf), "--camera-lookat inf is not below 1000000.0"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check_bounds(RenderArgs, {name: value})
 
 
 def test_render_fills_the_callers_buffer_and_checks_shapes():

@@ -525,9 +525,9 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     broken = shutil.copytree(runs["good"], tmp_path / "c")
     best = broken / "checkpoints" / "best.pt"
     best.write_bytes(best.read_bytes()[:500])
-    assert "best.pt: damaged or not a checkpoint" in message(broken)
+    assert "best.pt is damaged or no checkpoint" in message(broken)
     shutil.copy(runs["humanoid"] / "checkpoints" / "best.pt", best)
-    assert "best.pt: damaged or not a checkpoint" in message(broken)
+    assert "best.pt is not a checkpoint of this run" in message(broken)
     args = json.loads((runs["humanoid"] / "args.json").read_text())
     args["target_prompt"] = ["a humanoid robot dancing"]
     dancing = foreign(tmp_path / "d", args_json=json.dumps(args))

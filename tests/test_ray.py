@@ -19,7 +19,7 @@ import sac_clip_humanoid as sac
 from clip_reward import RewardArgs, RewardPool, RewardWorkerError, UsageError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
-from ray.cluster_utils import Cluster  # noqa: E402
+from ray.cluster_utils import Cluster
 
 
 @contextlib.contextmanager

@@ -177,7 +177,8 @@ def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_pat
     assert stopped < checkpoint(half)["global_step"] < 2400
     run(dqn.__file__, "--resume", half)
     one, two = checkpoint(half), checkpoint(whole)
-    assert equal(one, two) and one["progress"]["updates"] == 100 * 6 and one["replay"]["count"] == 2400
+    assert equal(one, two)
+    assert one["progress"]["updates"] == 100 * 6 and one["replay"]["count"] == 2400
     assert equal(checkpoint(half, "best"), checkpoint(whole, "best"))
     values, _ = scalars(half)
     assert [event.step for event in values["charts/epsilon"]] == list(range(24, 2401, 24))

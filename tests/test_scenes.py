@@ -11,7 +11,7 @@ from egl_render import ClassicRenderer, MujocoRenderer, RenderArgs, choose_camer
 
 egl_render.setup_gl("cpu")
 egl_render.quiet_mujoco()
-from scenes import paint  # noqa: E402
+from scenes import paint
 
 SIZE = 240
 

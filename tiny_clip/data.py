@@ -24,11 +24,11 @@ import egl_render
 
 egl_render.setup_gl("cpu")
 
-import gymnasium  # noqa: E402
-import mujoco  # noqa: E402
+import gymnasium
+import mujoco
 
-from scenes import paint  # noqa: E402
-from tiny_clip import classic, poses  # noqa: E402
+from scenes import paint
+from tiny_clip import classic, poses
 
 IMAGE_SIZE = 64
 
