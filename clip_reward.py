@@ -19,6 +19,7 @@ import collections
 import concurrent.futures
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import difflib
 import fcntl
@@ -619,8 +620,16 @@ def _scorer(setup, device):
     return Scorer(*setup, device)
 
 
+def die_with_parent():
+    """Have Linux kill this process when the one that started it is gone: one that is stopped or
+    hangs would not notice."""
+    with contextlib.suppress(AttributeError):  # elsewhere
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _serve(connection, device, *setup):
     """A worker process: answers come in the order of what was sent, "ready" before all."""
+    die_with_parent()
     # Ctrl-C and a SIGTERM to the whole group are for the parent, which may want one more rollout
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -962,7 +971,7 @@ class RewardPool:
         if kind == "frames" and (batch.dtype != np.uint8 or batch.shape[3:] != (3,)):
             raise ValueError(f"frames must be [B, H, W, 3] uint8, not {batch.shape} {batch.dtype}")
         self._kind = kind
-        self._waiting.append(batch)
+        self._waiting += [batch] * bool(len(batch))
         self._send(self.batch_size)
 
     def _send(self, least):

@@ -146,6 +146,15 @@ def checkpoint(folder, name=None):
     return torch.load(folder / f"checkpoints/{name}.pt", weights_only=True)
 
 
+def equal(one, two):
+    """Whether two checkpoints are the same, to the last bit."""
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(equal, one, two))
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
 def rings(folder):
     """What lies in the replay buffer of a finished run."""
     return checkpoint(folder)["replay"]["rings"]

@@ -17,7 +17,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
-from helpers import KNEELING, TINY, checkpoint, only_run, rings, run, scalars, wait_until
+from helpers import KNEELING, TINY, checkpoint, equal, only_run, rings, run, scalars, wait_until
 
 import clip_reward
 import dqn_clip_classic as dqn
@@ -124,15 +124,6 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
     if script is sac:  # by the judge: half of an episode's steps
         high = np.mean(np.stack(states)[:, 2] > 1.0) >= 0.5
         assert success[0].value in ((0.5, 1) if high else (0, 0.5))
-
-
-def equal(one, two):
-    """Whether two checkpoints are the same, to the last bit."""
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(equal, one, two))
-    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 def interrupt(number, at, *words):

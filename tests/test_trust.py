@@ -18,7 +18,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import KNEELING, ROOT, TINY, checkpoint, only_run, run, wait_until
+from helpers import KNEELING, ROOT, TINY, checkpoint, equal, only_run, run, wait_until
 from PIL import Image
 
 import clip_reward
@@ -73,15 +73,6 @@ def finite(state):
     if isinstance(state, (list, tuple)):
         return all(map(finite, state))
     return not isinstance(state, torch.Tensor) or bool(state.double().isfinite().all())
-
-
-def equal(one, two):
-    """Whether two checkpoints are the same, to the last bit."""
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(equal, one, two))
-    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 # ------------------------------------------------------------------------------ one writer
