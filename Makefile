@@ -9,7 +9,7 @@ DRAW := import egl_render; egl_render.setup_gl(); egl_render.gl_renderer()
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive apt-get -qq
 INSTALL := $(APT) update && $(APT) install -y --no-install-recommends >/dev/null
 
-.PHONY: help setup gl browser train test lint tensorboard tiny_clip clean
+.PHONY: help setup gl browser train test coverage lint tensorboard tiny_clip clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -54,8 +54,16 @@ train: setup
 		--video-freq 16000 --checkpoint-freq 16000 --runs-dir $$runs; \
 	$(PY) eval_epic.py success --run $$runs/*
 
+# two at a time, as on a machine with two cores
 test: setup browser
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadgroup
+
+# of the five files at the top and evaluation/, their processes counted
+coverage: setup browser
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report --sort=cover
 
 lint: setup
 	$(PY) -m ruff check .

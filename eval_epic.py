@@ -224,6 +224,14 @@ def task_of(spec, flags):
     return judges.find_task(spec or flags["judge"], flags["env_id"], flags["target_prompt"])
 
 
+def task_of_dataset(spec, data):
+    """As `task_of`, but no code that only the dataset names is run: it may be from anywhere."""
+    own = data.flags["judge"]
+    if not spec and own and ":" in own:
+        raise UsageError(f"{data.path}: its judge is code, {own}; to run it say --judge {own}")
+    return task_of(spec, data.flags)
+
+
 def results_folder(path):
     """A new folder: `path`, or where that exists already `path`_2, _3, .."""
     folder, number = path, 1
@@ -393,7 +401,7 @@ def epic(dataset: Path, reward: Rewards, labels: str = "judge", judge: str | Non
     if labels == "env":  # nobody has to judge
         task = judges.task_for(flags["env_id"], flags["target_prompt"])
     else:
-        task = task_of(judge, flags)
+        task = task_of_dataset(judge, data)
     values, _ = labels_of(labels, data, task)
     rows = np.flatnonzero(np.isfinite(values))
     truth, states, episodes = values[rows], data.states[rows], data.episode[rows]
@@ -510,7 +518,7 @@ def success(
         task, out, played = play(run, checkpoint, compare, episodes, judge)
     else:
         data = load_dataset(dataset)
-        task, played = task_of(judge, data.flags), {data.path.stem: data}
+        task, played = task_of_dataset(judge, data), {data.path.stem: data}
         out = results_folder(data.folder / f"success_{Path(labels).stem}")
     print(f"{task.name}: {task.criterion}")
     own_rule = bool(task.env_ids) and not human  # not where somebody else's judge is asked
@@ -631,7 +639,7 @@ def label(
         port: port on 127.0.0.1; default: a free one
     """
     data = load_dataset(dataset)
-    task = task_of(judge, data.flags)
+    task = task_of_dataset(judge, data)
     path = labels or data.folder / "labels.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     session = label_page.Session(data, task, unit, path, count)

@@ -48,6 +48,9 @@ runpy.run_path(sys.argv[0], None, "__main__")
 """
 
 
+KINDS = "kill term int start rename full cut workers environment".split()
+
+
 @dataclass
 class Args:
     script: tuple[Literal["sac", "dqn"], ...] = ("dqn", "sac")
@@ -56,10 +59,12 @@ class Args:
 
 
 class Chaos:
-    def __init__(self, script, seed, deaths, folder):
-        self.random, self.folder, self.deaths = random.Random(seed), folder, deaths
+    """A script, a seed, and the ways in which its run will end: some of KINDS."""
+
+    def __init__(self, script, seed, kinds, folder):
+        self.random, self.folder, self.kinds = random.Random(seed), folder, kinds
         name, *flags = SCRIPTS[script]
-        self.name, self.steps = script, 24 * (3 * deaths + 4)
+        self.name, self.steps = script, 24 * (3 * len(kinds) + 4)
         self.command = [str(helpers.ROOT / name), *flags, *COMMON, "--seed", str(seed)]
         self.command += ["--total-timesteps", str(self.steps)]
         self.left_over = folder / "chaos"
@@ -83,8 +88,12 @@ class Chaos:
 
     def rollouts(self, process, lines, count):
         """Wait until it has reported so many, and a bit."""
-        counted = lambda: sum(line.startswith("step ") for line in lines)  # noqa: E731
-        helpers.wait_until(lambda: counted() >= count or process.poll() is not None)
+
+        def there():
+            reported = sum(line.startswith("step ") for line in lines)
+            return reported >= count or process.poll() is not None
+
+        helpers.wait_until(there)
         time.sleep(self.random.random() * 0.3)
 
     def newest(self):
@@ -140,10 +149,8 @@ class Chaos:
         process, lines, reader = self.start(runs_dir=self.folder / "whole")
         assert process.wait() == 0, "".join(lines)
         reader.join()
-        kinds = "kill term int start rename full cut workers environment".split()
         happened = []
-        for _ in range(self.deaths):
-            kind = self.random.choice(kinds)
+        for kind in self.kinds:
             code, printed = self.die(kind)
             happened.append(f"{kind} {code}")
             print(f"{self.name}: {kind}, exit code {code}, step {self.newest()}", flush=True)
@@ -172,7 +179,8 @@ def main(args: Args):
     for seed in args.seeds:
         for script in args.script:
             folder = Path(tempfile.mkdtemp())
-            print(Chaos(script, seed, args.deaths, folder).run(), f"seed {seed}", flush=True)
+            kinds = random.Random(seed).choices(KINDS, k=args.deaths)
+            print(Chaos(script, seed, kinds, folder).run(), f"seed {seed}", flush=True)
             shutil.rmtree(folder)
 
 

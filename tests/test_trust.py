@@ -14,6 +14,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import chaos
 import helpers
 import numpy as np
 import pytest
@@ -391,3 +392,8 @@ def test_a_signal_during_the_start_is_quiet_and_leaves_no_folder(script, number,
             assert output.count("step ") or not list(tmp_path.iterdir()), delay
         for path in tmp_path.iterdir():
             shutil.rmtree(path)
+
+
+def test_random_deaths_in_short(tmp_path):
+    line = chaos.Chaos("dqn", 1, ["rename", "full", "cut", "workers"], tmp_path).run()
+    assert line.startswith("dqn: 4 deaths, equal to the bit")
