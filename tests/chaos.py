@@ -119,12 +119,16 @@ class Chaos:
                 process.send_signal({"term": signal.SIGTERM, "int": signal.SIGINT}[kind])
             elif kind == "full":
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (9000, 9000))
-            elif kind == "workers" or not environments:  # both: the second loss ends it
+            elif kind == "workers":  # both: the second loss ends it
                 for pid in workers:
                     os.kill(pid, self.random.choice([signal.SIGKILL, signal.SIGSTOP]))
-                self.rollouts(process, lines, 99) if kind == "workers" else process.kill()
-            elif kind == "environment":
+                self.rollouts(process, lines, 99)
+            elif kind == "environment" and environments:
                 os.kill(environments[-1], signal.SIGKILL)
+            elif kind == "environment":  # DQN's are in the script's process: its workers stop, too
+                for pid in workers:
+                    os.kill(pid, signal.SIGSTOP)
+                process.kill()
         helpers.wait_until(lambda: process.poll() is not None, 60)
         assert process.poll() is not None, f"{kind}: it still runs\n{''.join(lines)}"
         reader.join()

@@ -468,6 +468,18 @@ def test_ones_own_judge_and_a_folder_for_every_result(runs, tmp_path, capsys):
     assert "success 100 % (2 of 2" in capsys.readouterr().out
 
 
+def test_code_that_only_a_dataset_names_is_not_run(tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemExit('owned')")
+    columns = eval_epic.datasets.uniform_columns("CartPole-v1", 20, 0)
+    args = dqn.Args(judge=f"{tmp_path}/evil.py:judge")
+    dataset = eval_epic.make_dataset(args, columns, {"source": "uniform"})
+    eval_epic.datasets.save_dataset(dataset, tmp_path / "data.npz")
+    for command in (eval_epic.epic, eval_epic.success, eval_epic.label):
+        more = {"reward": eval_epic.Rewards()} if command is eval_epic.epic else {}
+        with pytest.raises(UsageError, match="evil.py:judge; to run it say --judge"):
+            command(dataset=tmp_path / "data.npz", **more)
+
+
 def test_a_person_takes_the_judges_place(data, tmp_path, capsys):
     path = Path(shutil.copy(data["humanoid"], tmp_path / "humanoid.npz"))
     verdict = judges.TASKS["standing"].judge(datasets.load_dataset(path).states)

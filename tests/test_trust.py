@@ -293,7 +293,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, tmp_path):
     run(*words, tmp_path / "whole")
     whole = only_run(tmp_path / "whole")
     assert [*clip_reward.checkpoints(whole)] == [96, 72]
-    for damage in (cut, flip, empty, foreign):
+    for damage in (cut, flip, empty, foreign, Path.unlink):
         name = damage.__name__
         folder = shutil.copytree(whole, tmp_path / name)
         newest = folder / "checkpoints/step_96.pt"
@@ -301,8 +301,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, tmp_path):
         damage(newest)
         (folder / "checkpoints/best.pt").write_bytes(b"broken")
         process = run(script.__file__, "--resume", folder)
-        (warning,) = process.stderr.strip().splitlines()
-        assert warning.startswith("WARNING: ") and str(newest) in warning, name
+        warnings = process.stderr.strip().splitlines()
+        if damage != Path.unlink:
+            (warning,) = warnings
+            assert warning.startswith("WARNING: ") and str(newest) in warning, name
         assert "step 96 " in process.stdout and "step 72 " not in process.stdout
         assert equal(checkpoint(folder), checkpoint(whole)), name
         assert equal(checkpoint(folder, "best"), checkpoint(whole, "best")), name
@@ -392,6 +394,22 @@ def test_a_signal_during_the_start_is_quiet_and_leaves_no_folder(script, number,
             assert output.count("step ") or not list(tmp_path.iterdir()), delay
         for path in tmp_path.iterdir():
             shutil.rmtree(path)
+
+
+def test_track_without_a_key_is_one_line(tmp_path):
+    words = [dqn.__file__, *TRUTH, "--total-timesteps", 48, "--track", "--runs-dir"]
+    changes = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
+    with started(*words, tmp_path / "runs", **changes) as process:
+        assert ended(process, 2).startswith("error: --track: ")
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_no_secret_is_written(tmp_path):
+    secret = "0123456789abcdef" * 3
+    words = [dqn.__file__, *TRUTH, "--total-timesteps", 48, "--track", "--runs-dir", tmp_path]
+    run(*words, WANDB_MODE="offline", WANDB_API_KEY=secret, HF_TOKEN=secret)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 4 and not any(secret.encode() in path.read_bytes() for path in files)
 
 
 def test_random_deaths_in_short(tmp_path):
