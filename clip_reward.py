@@ -517,6 +517,10 @@ class RunError(RuntimeError):
     """What ends a run, in one line: exit code 1."""
 
 
+class DiskError(RunError):
+    """A file that could not be written."""
+
+
 class RewardWorkerError(RunError):
     """A worker raised (its traceback is in the message), died, or gave no answer."""
 
@@ -1286,7 +1290,7 @@ def load_checkpoint(path):
 
 def write(path, content):
     """Write `content`, bytes or something for torch.save, to a file that is flushed to the disk and
-    then renamed to `path`: a kill or a full disk leaves the old one. Raises RunError."""
+    then renamed to `path`: a kill or a full disk leaves the old one. Raises DiskError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -1298,7 +1302,7 @@ def write(path, content):
         temporary.unlink(missing_ok=True)
         # torch.save says something else of a full disk, after the error that there was
         cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise RunError(f"{path} could not be written: {cause}") from error
+        raise DiskError(f"{path} could not be written: {cause}") from error
 
 
 def seed_everything(args):
@@ -1423,7 +1427,7 @@ class Run:
             rows = "\n".join(f"|{name}|{value}|" for name, value in flags(args).items())
             self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
         except OSError as error:
-            raise RunError(f"no run's folder can be written in {args.runs_dir}: {error}") from error
+            raise DiskError(f"no run can be written to {args.runs_dir}: {error}") from error
 
     def _end_at_once(self, *received):
         self._discard()
@@ -1487,14 +1491,19 @@ class Run:
             raise UsageError(f"--track: {_brief(error)}") from error
         sys.excepthook = hook
 
-    def start(self, learner, buffer, progress=None, envs=None):
-        """Keep from now on {name: network, optimiser or tensor}, the replay buffer and what else
-        counts, {name: value}; with --resume they become what they were. Of an optimiser's settings,
-        which are this run's and this device's, nothing changes. The processes of `envs` are looked
-        at when something ends the run."""
+    def start(self, learner, buffer, pool, envs, progress=None):
+        """Wait for the pool; keep from now on {name: network, optimiser or tensor}, the replay
+        buffer and what else counts, {name: value}; with --resume they become what they were. Of an
+        optimiser's settings, which are this run's and this device's, nothing changes. The processes
+        of `envs` are looked at when something ends the run."""
         from tqdm import tqdm
 
         self.learner, self.buffer, self.progress = learner, buffer, progress or {}
+        self.pool = pool if self.args.reward.reward == "clip" else None
+        if pool:
+            print(*pool.wait_ready().description, sep="\n")
+        gigabytes = sum(ring.nbytes for ring in buffer.rings) / 1e9
+        print(f"replay buffer ({gigabytes:.2f} GB) on {buffer.rings[0].device}")
         self.processes = getattr(envs, "processes", [])
         if saved := self.checkpoint:
             for name, part in learner.items():
@@ -1564,6 +1573,9 @@ class Run:
         for tag, value in more.items():
             if not math.isfinite(value):
                 raise RunError(f"{tag} is {value} after {self.global_step} steps")
+        if self.pool:
+            seconds = seconds | self.pool.timings
+            more = more | {"charts/worker_restarts": self.pool.restarts}
         # decided once: a signal that comes later than this ends the next rollout
         self.ends = bool(self.stopped) or self.global_step >= self.args.total_timesteps
         self.history.append(float(rewards.mean()))
@@ -1591,7 +1603,7 @@ class Run:
         """The run goes on without what cannot be written here, with one warning in all."""
         try:
             yield
-        except (OSError, RunError) as error:
+        except (OSError, DiskError) as error:
             if not self.warned:
                 _warn(f"{what} could not be written: {_brief(error)}; the run goes on without")
             self.warned = True
@@ -1652,9 +1664,10 @@ class Run:
             state, count = self.good
             if self.buffer.count != count:
                 self.buffer.undo()
-            self._save(state)
-        except (RunError, OSError) as second:
-            cause += "" if str(second) == str(error) else f"; {second}"
+            if not isinstance(error, DiskError):
+                self._save(state)
+        except (DiskError, OSError) as second:
+            cause += f"; {second}"
         print(f"error: {cause}; {self._how_to_go_on()}", file=sys.stderr)
         sys.exit(1)
 

@@ -344,10 +344,8 @@ if __name__ == "__main__":
     if args.compile:
         learn = clip_reward.compile_update(learn, device)
     buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
-    if pool:
-        print(*pool.wait_ready().description, sep="\n")
     progress = {"updates": 0, "scores": []}  # mean rewards of the learned policy's last rollouts
-    run.start(learner, buffer, progress)  # with --resume: as they were
+    run.start(learner, buffer, pool, envs, progress)  # with --resume: as they were
 
     while run.goes_on():
         # All randomness follows from (seed, number of the rollout), also after --resume.
@@ -415,12 +413,9 @@ if __name__ == "__main__":
 
         # 4. Log
         seconds = {"physics_s": t1 - t0, "wait_s": t2 - t1, "update_s": time.perf_counter() - t2}
-        seconds |= pool.timings if use_clip else {}
         more = dict(zip(("losses/td_loss", "losses/q_values"), means, strict=False))
         more["charts/epsilon"] = epsilon if learned else 1.0
-        if use_clip:
-            more["charts/worker_restarts"] = pool.restarts
-        note = "" if learned else "random actions"
+        note = "random actions" * (not learned)
         run.log(rewards, env_rewards, success, seconds, more, note)
 
         # 5. Keep

@@ -444,11 +444,7 @@ if __name__ == "__main__":
 
     rollouts = min(args.buffer_size, args.total_timesteps + T * N - 1) // (T * N)
     buffer = ReplayBuffer(rollouts, T, N, observation_dim, action_dim, device)
-    if pool:
-        print(*pool.wait_ready().description, sep="\n")
-    gigabytes = sum(ring.nbytes for ring in buffer.rings) / 1e9
-    print(f"learner and replay buffer ({gigabytes:.2f} GB) on {device}")
-    run.start(learner, buffer, envs=envs)  # with --resume: as they were
+    run.start(learner, buffer, pool, envs)  # with --resume: as they were
 
     while run.goes_on():
         # All randomness follows from (seed, number of the rollout): a resumed run goes on as the
@@ -503,11 +499,8 @@ if __name__ == "__main__":
 
         # 4. Log
         seconds = {"physics_s": t1 - t0, "wait_s": t2 - t1, "update_s": time.perf_counter() - t2}
-        seconds |= pool.timings if use_clip else {}
         more = {f"losses/{name}": value for name, value in zip(LOSSES, means, strict=False)}
-        if use_clip:
-            more["charts/worker_restarts"] = pool.restarts
-        note = "random actions" if random_actions else ""
+        note = "random actions" * random_actions
         run.log(rewards, env_rewards, success, seconds, more, note)
 
         # 5. Keep
