@@ -96,9 +96,11 @@ class Chaos:
         helpers.wait_until(there)
         time.sleep(self.random.random() * 0.3)
 
-    def newest(self):
-        folders = [path for path in self.left_over.glob("*") if clip_reward.checkpoints(path)]
-        return max(clip_reward.checkpoints(folders[0]), default=0) if folders else 0
+    def resumed(self):
+        """{step: path} of the run that goes on: one that was killed before its first checkpoint
+        leaves its folder, and is begun anew."""
+        found = [clip_reward.checkpoints(path) for path in self.left_over.glob("*")]
+        return next(filter(None, found), {})
 
     def die(self, kind):
         """Start it and end it in one way -> what it printed."""
@@ -157,18 +159,19 @@ class Chaos:
         for kind in self.kinds:
             code, printed = self.die(kind)
             happened.append(f"{kind} {code}")
-            print(f"{self.name}: {kind}, exit code {code}, step {self.newest()}", flush=True)
+            print(
+                f"{self.name}: {kind}, exit code {code}, step {max(self.resumed(), default=0)}",
+                flush=True,
+            )
             if code == 0:
                 raise AssertionError(f"the run was over after {happened}")
-            if kind == "cut" and (folders := list(self.left_over.glob("*/checkpoints"))):
-                newest = next(iter(clip_reward.checkpoints(folders[0].parent).values()), None)
-                if newest and len(clip_reward.checkpoints(folders[0].parent)) > 1:
-                    size = self.random.randrange(newest.stat().st_size)
-                    os.truncate(newest, size)
+            if kind == "cut" and len(self.resumed()) > 1:
+                newest = next(iter(self.resumed().values()))
+                os.truncate(newest, self.random.randrange(newest.stat().st_size))
         process, lines, reader = self.start()
         assert process.wait() == 0, "".join(lines)
         reader.join()
-        one, two = (helpers.only_run(self.folder / name) for name in ("whole", "chaos"))
+        one, two = helpers.only_run(self.folder / "whole"), self.resumed()[self.steps].parents[1]
         for name in (None, "best"):
             same = helpers.equal(helpers.checkpoint(one, name), helpers.checkpoint(two, name))
             assert same, f"{name or 'the last'} differs after {happened}"
