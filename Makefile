@@ -61,7 +61,7 @@ test: setup browser
 # of the five files at the top and evaluation/, their processes counted
 coverage: setup browser
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest
+	$(PY) -m coverage run -m pytest -n 2 --dist loadgroup
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report --sort=cover
 

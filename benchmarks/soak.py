@@ -81,8 +81,8 @@ def main(args: Args):
     panels = {"MB": "MB of their own", "files": "open files", "threads": "threads", "steps/s": ""}
     for ax, (what, words) in zip(figure.subplots(2, 2).flat, panels.items()):
         for name in (name for name in table if name.endswith(what)):
-            ax.plot(table["steps"], table[name], label=name.partition("_")[0])
-        ax.set(xlabel="steps", ylabel=words or what, ylim=(0, None))
+            ax.plot(table["steps"] / 1000, table[name], label=name.partition("_")[0])
+        ax.set(xlabel="thousand steps", ylabel=words or what, ylim=(0, None))
         ax.legend()
     figure.savefig(f"{args.out}.png", dpi=100)
 

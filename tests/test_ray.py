@@ -125,7 +125,7 @@ def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, 
     for line in process.stdout:
         if line.startswith("step 240 "):
             actors = subprocess.run(
-                ["pgrep", "-n", "-f", "ray::_Remote"], capture_output=True, text=True
+                ["pgrep", "-o", "-f", "ray::_Remote"], capture_output=True, text=True
             )
             os.kill(int(actors.stdout.split()[0]), signal.SIGKILL)
     assert process.wait() == 0
