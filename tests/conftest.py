@@ -6,6 +6,7 @@ import pytest
 RAY = "test_ray test_examples test_benchmarks test_containers".split()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
         module = item.module.__name__
