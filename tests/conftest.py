@@ -1,5 +1,5 @@
-"""With `pytest -n 2` the tests of a file stay together, and so do all that may start a Ray cluster,
-which others would find."""
+"""With `pytest -n 2` the tests of a file stay together, for what they share, and so do all that may
+start a Ray cluster, which others would find."""
 
 import pytest
 
@@ -10,4 +10,5 @@ RAY = "test_ray test_examples test_benchmarks test_containers".split()
 def pytest_collection_modifyitems(items):
     for item in items:
         module = item.module.__name__
-        item.add_marker(pytest.mark.xdist_group("ray" if module in RAY else module))
+        if module != "test_trust":  # minutes, and shares nothing
+            item.add_marker(pytest.mark.xdist_group("ray" if module in RAY else module))
