@@ -18,6 +18,7 @@ import importlib
 import math
 import operator
 import os
+import signal
 import sys
 import typing
 import warnings
@@ -126,6 +127,11 @@ def is_software(name):
 def quiet_mujoco():
     """Drop MuJoCo's deprecation warnings about model files, which come once a process and into
     MUJOCO_LOG.TXT; who trains on Gymnasium's cannot mend them. Others go to stderr."""
+    # glfw asks a Python process for its version, which would complain of a Ctrl-C
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with contextlib.suppress(ImportError):
+        importlib.import_module("glfw")
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     import mujoco
 
     def warn(text):
