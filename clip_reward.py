@@ -132,10 +132,12 @@ class RewardArgs:
         devices = self.devices()
         if is_ray(devices):
             devices = [ray_cluster()[1].lower()]
-        if self.clip_model.startswith("hf-hub:"):  # its cost stands in what is to be downloaded
+        on_hub = self.clip_model.startswith("hf-hub:")  # its cost stands in what is downloaded
+        if on_hub:
             check_model(self.clip_model, self.clip_cache_dir)
         check_cost(self.clip_model, devices, frames, self.allow_slow)
-        check_model(self.clip_model, self.clip_cache_dir)
+        if not on_hub:
+            check_model(self.clip_model, self.clip_cache_dir)
         prompts = self.target_prompt + self.baseline_prompt
         if max(map(len, prompts)) > 60:  # a worker looks at all, but takes longer to say so
             import open_clip  # which takes seconds
@@ -624,19 +626,19 @@ def _scorer(setup, device):
     return Scorer(*setup, device)
 
 
-def die_with_parent():
-    """Have Linux kill this process when the one that started it is gone: one that is stopped or
-    hangs would not notice."""
+def end_with_parent():
+    """How a process of a run ends is for the run to decide: Ctrl-C and a SIGTERM to the whole group
+    are not for this one, and when its parent is gone Linux kills it (one that is stopped or hangs
+    would not notice)."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(AttributeError):  # elsewhere
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _serve(connection, device, *setup):
     """A worker process: answers come in the order of what was sent, "ready" before all."""
-    die_with_parent()
-    # Ctrl-C and a SIGTERM to the whole group are for the parent, which may want one more rollout
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
     scorer = _scorer(setup, device)
     answering = concurrent.futures.ThreadPoolExecutor(1)
 
@@ -1629,7 +1631,6 @@ class Run:
         if kept := self.args.keep_checkpoints:
             for old in list(checkpoints(self.folder).values())[kept:]:
                 old.unlink(missing_ok=True)
-        return path
 
     def keep_best(self, reward, **networks):
         """checkpoints/best.pt: those networks whose rollout had the highest reward so far."""

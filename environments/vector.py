@@ -11,15 +11,12 @@ import signal
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 
-from clip_reward import die_with_parent
+from clip_reward import end_with_parent
 
 
 def worker(*arguments):
-    """A process for an environment: Gymnasium's, silent when the run is gone. How to end is for the
-    run to decide: Ctrl-C and a SIGTERM to all are not for this process."""
-    die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """A process for an environment: Gymnasium's, silent when the run is gone."""
+    end_with_parent()
     with contextlib.suppress(EOFError, ConnectionError):
         _async_worker(*arguments)
 
