@@ -13,6 +13,7 @@ Importing this module chooses the GL backend and imports mujoco.
 import dataclasses
 import functools
 import multiprocessing
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from scenes import paint
 from tiny_clip import classic, poses
 
 IMAGE_SIZE = 64
+HACKED = Path(__file__).with_name("hacked.npz")
 
 HUMANOID_CAPTIONS, WORDING = classic.WORDS["humanoid"], classic.WORDS["wording"]
 CAPTIONS = HUMANOID_CAPTIONS | classic.CAPTIONS
@@ -65,29 +67,73 @@ def _ramp(x, low, high):
     return np.clip((x - low) / (high - low), 0.0, 1.0)
 
 
-def degrees(facts):
-    """How much each state kneels, stands, lies, from poses.describe(): dict of [B] in [0, 1].
+def _half(*parts):
+    """How much of a pose there is, from that of its parts [B], all needed: one without the others
+    is little, and each adds something."""
+    return 0.2 * np.mean(parts, 0) + 0.8 * np.min(parts, 0)
 
-    Continuous in the state on purpose: an agent in training passes through every half-way state and
-    needs to be told which is nearer.
+
+def degrees(facts):
+    """How far each state is in each of the paper's poses, and in lying, from poses.describe(): dict
+    of [B] in [0, 1].
+
+    Continuous in the state and rising on every way into the pose, since an agent in training comes
+    by every half-way state and has to be told which is nearer; but half of a pose (one arm raised,
+    one knee down, a lean) is little, or the agent stays there.
     """
-    f, knees = facts, []
+    f = facts
+    up = _ramp(f["up"], 0.7, 0.96) * _ramp(f["pelvis"], 0.55, 0.8) * _ramp(-f["off"], -0.35, -0.08)
+    seated = _ramp(f["up"], 0.4, 0.9) * _ramp(-f["pelvis"], -0.45, -0.14)
+    kneels, lotus, splits, feet, raised, hips, crossed = ([] for _ in range(7))
     for side in ("right", "left"):
-        shin_behind = f[f"{side}_knee_fwd"] - f[f"{side}_foot_fwd"]
-        together = _ramp(-f[f"{side}_knee_out"], -0.42, -0.28)  # not those of the lotus position
-        down = _ramp(-f[f"{side}_knee"], -0.35, -0.06)
-        knees.append(down * _ramp(shin_behind, 0.0, 0.25) * together)
-    both_down = 0.7 * np.minimum(*knees) + 0.3 * np.mean(knees, 0)  # one knee is a part of it
-    lying = _ramp(-f["torso"], -0.6, -0.28) * _ramp(-f["up"], -0.75, -0.3)
-    return dict(
-        kneeling=both_down * _ramp(f["up"], 0.2, 0.88) * _ramp(f["pelvis"], 0.12, 0.2),
-        standing=_ramp(f["up"], 0.55, 0.95) * _ramp(f["pelvis"], 0.5, 0.8),
-        lying=lying,
-        lying_back=lying * _ramp(f["front"], 0.1, 0.75),
-        lying_front=lying * _ramp(-f["front"], 0.1, 0.75),
-        seated=_ramp(f["up"], 0.4, 0.85) * _ramp(-f["pelvis"], -0.4, -0.2),
-        hands_high=_ramp(np.minimum(f["right_hand_z"], f["left_hand_z"]), 0.0, 0.3),
-    )
+        part = {name.partition("_")[2]: f[name] for name in f if name.startswith(side)}
+        knee, knee_out, foot_out = part["knee"], part["knee_out"], part["foot_out"]
+        x, y, z = (part[f"hand_{axis}"] for axis in "xyz")
+        feet.append(_ramp(-part["foot"], -0.15, -0.04))
+        raised.append(np.interp(z, [-0.35, 0.1, 0.35], [0, 0.35, 1]))
+        beside = abs(np.stack([x, y - 0.21, z + 0.38])) - [[0.08], [0.06], [0.06]]
+        beside = np.linalg.norm(beside.clip(0), axis=0)  # of the place of a hand on its hip
+        hips.append(np.interp(beside, [0, 0.05, 0.1, 0.4], [1, 0.55, 0.25, 0]))
+        across = np.interp(y, [0.02, 0.08, 0.16, 0.35], [1, 0.5, 0.25, 0])
+        crossed.append(_half(across, _ramp(x, 0.0, 0.2), _ramp(-abs(z), -0.4, -0.2)))
+        # the shin behind, the knees together: not those of the lotus position
+        behind = _ramp(part["knee_fwd"] - part["foot_fwd"], 0.0, 0.25)
+        behind = behind * _ramp(-knee_out, -0.42, -0.28)
+        kneels.append(np.interp(knee, [0.05, 0.1, 0.2, 0.42], [1, 0.65, 0.3, 0]) * behind)
+        folded = _ramp(-foot_out, -0.45, -0.12), _ramp(-part["foot_fwd"], -0.7, -0.25)
+        lotus.append(_half(_ramp(-knee, -0.5, -0.17), _ramp(knee_out, 0.05, 0.3), *folded))
+        low = _ramp(-part["foot"], -0.4, -0.05), _ramp(-knee, -0.4, -0.06)
+        splits.append(_half(_ramp(foot_out, 0.1, 0.68), *low))
+    passed = f["right_hand_y"] + f["left_hand_y"]  # each other, the hands
+    crossed.append(np.interp(passed, [-0.05, 0.1, 0.3, 0.7], [1, 0.6, 0.3, 0]))
+    lift, lying = abs(f["right_foot"] - f["left_foot"]), _ramp(-f["torso"], -0.6, -0.28)
+    lying = lying * _ramp(-f["up"], -0.75, -0.3)
+    stands = up * (0.2 + 0.8 * np.min(feet, 0))
+    arms = {"arms_raised": raised, "hands_on_hips": hips, "arms_crossed": crossed}
+    return {
+        "standing": up * (0.6 + 0.4 * np.min(feet, 0)),
+        **{pose: stands * (0.2 + 0.8 * _half(*both)) for pose, both in arms.items()},
+        "one_leg": up * (0.2 + 0.8 * _ramp(lift, 0.02, 0.2)),
+        "kneeling": _half(*kneels) * _ramp(f["up"], 0.3, 0.92) * _ramp(f["pelvis"], 0.12, 0.2),
+        "lotus": seated * (0.2 + 0.8 * _half(*lotus)),
+        "splits": seated * (0.2 + 0.8 * _half(*splits)),
+        "lying": lying,
+        "lying_back": lying * _ramp(f["front"], 0.1, 0.75),
+        "lying_front": lying * _ramp(-f["front"], 0.1, 0.75),
+        "seated": seated,
+    }
+
+
+SMOOTHING = 0.02  # of the targets in train.py, so that nothing is pushed further and further apart
+TASK_COLUMNS = [CONCEPTS.index(name) for name in poses.TASKS]
+
+
+def task_truth(found):
+    """Truth [B, 8] of the paper's poses, from what `degrees` found. The cosine that the loss asks
+    for is the logit of its target: with these it is linear in the degree."""
+    degree, end = np.stack([found[name] for name in poses.TASKS], 1), np.log(1 / SMOOTHING - 1)
+    target = 1 / (1 + np.exp(end * (1 - 2 * degree)))
+    return (target - SMOOTHING) / (1 - 2 * SMOOTHING)
 
 
 def _row(name):
@@ -103,32 +149,26 @@ def _family(concepts):
 def truth_of(names, qpos):
     """How true each concept is of states qpos [B, 24] float64, and where that is known: truth [B,
     C], weight [B, C], float64 in [0, 1]. names [B] str: which pose of the library each was sampled
-    from, or "rollout"."""
+    from, or "various"."""
     names, facts, labels = np.asarray(names), poses.describe(qpos), poses.label(qpos)
     d = degrees(facts)
     truth = np.array([_row(name) for name in names])
     weight = np.tile(_family(HUMANOID_CAPTIONS), (len(qpos), 1))
-    # three kinds of states are too various for a fixed row: what geometry says, where it can tell
-    rollout, falling, contorted = (names == kind for kind in ("rollout", "falling", "contorted"))
-    various = rollout | falling | contorted
-    geometry = {c: d[c] for c in ("kneeling", "standing", "lying", "lying_back", "lying_front")}
-    geometry["arms_raised"] = d["standing"] * d["hands_high"]
-    geometry["falling"] = np.where(rollout, labels == "falling", falling)
-    wide = np.minimum(facts["right_foot_out"], facts["left_foot_out"]) > 0.4
+    sampled, truth[:, TASK_COLUMNS] = truth[:, TASK_COLUMNS], task_truth(d)
+    truth[:, TASK_COLUMNS] = np.maximum(truth[:, TASK_COLUMNS], 0.95 * (sampled == 1))
+    # these are too various for a fixed row: what geometry says, where it can tell
+    unnamed, falling, contorted = (names == kind for kind in ("various", "falling", "contorted"))
+    various = unnamed | falling | contorted
+    geometry = {concept: d[concept] for concept in ("lying", "lying_back", "lying_front")}
+    geometry["falling"] = np.where(unnamed, labels == "falling", falling)
     low_knees = np.maximum(facts["right_knee"], facts["left_knee"]) < 0.2
-    feet_apart = abs(facts["right_foot"] - facts["left_foot"]) > 0.08
     half_down = (facts["pelvis"] > 0.2) & (facts["pelvis"] < 0.75)
     doubt = dict(
-        falling=np.where(rollout, labels == "other", contorted),
-        contorted=rollout | falling,
+        falling=np.where(unnamed, labels == "other", contorted),
+        contorted=unnamed | falling,
         sitting=d["seated"] > 0.1,
-        splits=(d["seated"] > 0.3) & wide,
-        lotus=(d["seated"] > 0.3) & low_knees & ~wide,
         squatting=(facts["up"] > 0.4) & half_down,
         crawling=(facts["front"] < -0.3) & low_knees,
-        one_leg=(d["standing"] > 0.3) & feet_apart,
-        hands_on_hips=d["standing"] > 0.5,
-        arms_crossed=d["standing"] > 0.5,
     )
     for concept, column in geometry.items():
         truth[various, CONCEPTS.index(concept)] = column[various]
@@ -138,7 +178,7 @@ def truth_of(names, qpos):
 
 
 # Share of the pictures by where their state comes from, and of the samples by pose.
-SOURCES = dict(sample=0.44, blend=0.20, detour=0.14, rollout=0.22)
+SOURCES = dict(sample=0.30, blend=0.12, detour=0.10, half=0.22, rollout=0.08, policy=0.18)
 POSE_WEIGHTS = dict(kneeling=4, standing=3, contorted=3, lotus=2, splits=2, arms_raised=2,
                     falling=2, hands_on_hips=1.5, arms_crossed=1.5, one_leg=1.5, lying_back=1.5,
                     lying_front=1.5, squatting=2, sitting=1.5, crawling=1.5)  # fmt: skip
@@ -146,6 +186,8 @@ BLEND_GOALS = ("kneeling", "kneeling", "lotus", "splits", "arms_raised", "hands_
                "arms_crossed", "one_leg")  # fmt: skip
 DETOUR_STARTS = ("lying_back", "lying_front", "falling", "contorted", "contorted", "sitting",
                  "crawling", "squatting")  # fmt: skip
+HALF_STARTS = ("standing", "standing", "standing", "standing", "squatting", "kneeling", "sitting",
+               "arms_raised", "falling")  # fmt: skip
 
 
 def _turned(qpos, rng, facing=0.4):
@@ -160,16 +202,22 @@ def _turned(qpos, rng, facing=0.4):
 
 
 def _path_truth(start, goal, t, qpos):
-    """Truth along a blend: of start (1-t), of goal t. What neither claims counts little."""
+    """Truth along a blend: of start (1-t), of goal t, of the paper's poses by geometry. What
+    neither claims counts little."""
     (a, _), (b, _) = truth_of([start] * len(qpos), qpos), truth_of([goal] * len(qpos), qpos)
     truth = (1 - t[:, None]) * a + t[:, None] * b
     weight = np.tile(0.3 * _family(HUMANOID_CAPTIONS), (len(qpos), 1))
-    known = [c for c, concept in enumerate(CONCEPTS) if concept in (*poses.TASKS, "robot")]
-    weight[:, known] = 1.0
-    kneeling = CONCEPTS.index("kneeling")
-    if goal != "kneeling":  # on the way to elsewhere one may come by
-        truth[:, kneeling] = degrees(poses.describe(qpos))["kneeling"]
+    weight[:, [*TASK_COLUMNS, CONCEPTS.index("robot")]] = 1.0
+    truth[:, TASK_COLUMNS] = task_truth(degrees(poses.describe(qpos)))
     return truth, weight
+
+
+@functools.cache
+def policy_states(held_out=False):
+    """States of policies that an earlier tiny_clip had taught, with what it took for the poses: [B,
+    24] float64. Every fifth episode is held out. How they came about: README.md."""
+    with np.load(HACKED) as file:
+        return file["states"][(file["episode"] % 5 == 0) == held_out].astype(np.float64)
 
 
 def draw_states(rng, count):
@@ -196,10 +244,19 @@ def draw_states(rng, count):
         qpos = _turned(poses.path(*ends, t), rng)
         # squared: half way out of a heap on the floor hardly anything of the goal can be seen
         parts.append((qpos, *_path_truth(start, goal, t**2, qpos)))
+
+    def one_of(names):
+        return poses.sample(names[rng.integers(len(names))], rng)[0]
+
+    halves = [
+        poses.half(one_of(HALF_STARTS), one_of(BLEND_GOALS), rng) for _ in range(todo["half"])
+    ]
     episodes = poses.rollout_states(rng, max(2, todo["rollout"] // 40 // 2 * 2))
     rolled = episodes.reshape(-1, 24)
     rolled = rolled[rng.choice(len(rolled), min(todo["rollout"] + 12, len(rolled)), replace=False)]
-    parts.append((rolled, *truth_of(["rollout"] * len(rolled), rolled)))
+    played = rng.choice(policy_states(), todo["policy"], axis=0)
+    various = np.concatenate([_turned(np.stack(halves), rng), rolled, _turned(played, rng)])
+    parts.append((various, *truth_of(["various"] * len(various), various)))
     qpos, truth, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
     keep = rng.permutation(len(qpos))[:count]
     return qpos[keep], truth[keep], weight[keep]
@@ -236,12 +293,15 @@ def environment_camera():
 def _camera(scene, rng):
     if scene == "plain" and rng.random() < 0.3:
         return environment_camera()
-    if rng.random() < (0.8 if scene == "canonical" else 0.45):
+    if rng.random() < 0.3:
         return egl_render.PAPER_CAMERA
+    azimuth = rng.uniform(90, 270)  # from the left side to the right
+    if scene == "canonical" and rng.random() < 0.7:
+        return dataclasses.replace(egl_render.PAPER_CAMERA, azimuth=azimuth)
     return dataclasses.replace(
         egl_render.PAPER_CAMERA,
         distance=3.5 * rng.uniform(0.85, 1.15),
-        azimuth=180 + rng.uniform(-25, 25),
+        azimuth=azimuth,
         elevation=rng.uniform(-25, 0),
         lookat=(0.0, 0.0, rng.uniform(0.7, 1.2)),
     )
@@ -270,9 +330,7 @@ def _draw_humanoid(job, rng):
         quality = "full" if size == 480 else "light"
         renderer = egl_render.MujocoRenderer(model, int(size), quality=quality)
         for i in np.flatnonzero(sizes == size):
-            renderer.camera = cameras[i]  # it is bound to one, and a new one costs a GL context
-            for name in egl_render.CAMERA_VALUES:
-                setattr(renderer._view, name, getattr(cameras[i], name))
+            renderer.cameras = cameras[i : i + 1]  # a new renderer would cost a GL context
             pictures[i] = shrink(renderer.render(states[i : i + 1]))[0]
         renderer.close()
     return pictures, truth, weight

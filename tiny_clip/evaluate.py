@@ -8,6 +8,7 @@ uses. Ends with code 1 if the embedded model misses what it promises.
 """
 
 import argparse
+import dataclasses
 import datetime
 import sys
 from pathlib import Path
@@ -68,8 +69,12 @@ def auc(scores, truth, weight):
 
 def draw(qpos, scene="canonical", camera="paper", size=64, quality="light"):
     """Frames [B, size, size, 3] uint8 of positions [B, 24] at rest, in the "canonical" or "plain"
-    scene, seen by the "paper" or "default" camera."""
-    view = egl_render.PAPER_CAMERA if camera == "paper" else data.environment_camera()
+    scene, seen by the "paper" or "default" camera or the paper's at another azimuth (degrees)."""
+    if camera == "default":
+        view = data.environment_camera()
+    else:
+        azimuth = egl_render.PAPER_CAMERA.azimuth if camera == "paper" else camera
+        view = dataclasses.replace(egl_render.PAPER_CAMERA, azimuth=azimuth)
     renderer = egl_render.MujocoRenderer(data.scene_model(scene, None), size, view, quality)
     frames = renderer.render(np.pad(qpos, ((0, 0), (0, 23))))
     renderer.close()
@@ -89,13 +94,15 @@ def pose_figures(judge, count, size):
     rng = np.random.default_rng(SEED)
     qpos = [poses.sample(name, rng, count) for name in poses.POSE_NAMES]
     rolled = poses.rollout_states(rng, 12)[:, :: max(1, 400 // count)].reshape(-1, 24)
-    names = np.array([*np.repeat(poses.POSE_NAMES, count), *["rollout"] * len(rolled)])
+    names = np.array([*np.repeat(poses.POSE_NAMES, count), *["various"] * len(rolled)])
     qpos = np.concatenate([*qpos, rolled])
     truth, weight = data.truth_of(names, qpos)
     looks = {
         f"textured, {size} px": ("canonical", "paper", size, "light"),
         f"plain, {size} px": ("plain", "paper", size, "light"),
         f"plain, default camera, {size} px": ("plain", "default", size, "light"),
+        f"textured, azimuth 90, {size} px": ("canonical", 90, size, "light"),
+        f"textured, azimuth 225, {size} px": ("canonical", 225, size, "light"),
         "textured, 480 px, full": ("canonical", "paper", 480, "full"),
     }
     every = {look: 5 if how[-1] == "full" else 1 for look, how in looks.items()}  # it is slow
@@ -143,6 +150,40 @@ def blend_figures(judge, blends, size):
     ], [] if mean >= MIN_SPEARMAN else missed
 
 
+LEVELS = {"none": (0, 0.1), "a little": (0.1, 0.4), "half": (0.4, 0.7), "there": (0.9, 1.01)}
+VIEWS = (150, 210)
+
+
+def half_figures(judge, count, size):
+    """What half of a pose is paid: states of policies that no training saw, `count` times as many
+    half poses and samples of all poses, seen from two sides: (Markdown, [])."""
+    rng = np.random.default_rng(SEED + 2)
+    samples = [poses.sample(name, rng, count) for name in poses.TASKS]
+    halves = [
+        poses.half(poses.sample("standing", rng)[0], poses.sample(goal, rng)[0], rng)
+        for goal in poses.TASKS
+        for _ in range(2 * count)
+    ]
+    qpos = np.concatenate([data.policy_states(held_out=True), *samples, halves])
+    for state in qpos:
+        poses.turn_to(state, rng.uniform(-np.pi, np.pi) / 6)
+    views = [judge(draw(qpos, camera=azimuth, size=size)) for azimuth in VIEWS]
+    degrees, rows = data.degrees(poses.describe(qpos)), []
+    for task in poses.TASKS:
+        reward, degree = np.mean([view[task] for view in views], 0), degrees[task]
+        row = [PROMPTS[task], stats.spearmanr(degree, reward).statistic]
+        for low, high in LEVELS.values():
+            at = (low <= degree) & (degree < high)
+            row.append(f"{reward[at].mean():.2f} +- {reward[at].std():.2f} ({at.sum()})")
+        rows.append(row)
+    return [
+        "Half poses: mean reward, its standard deviation and the number of states, by how much of "
+        f"the pose there is (`data.degrees`), over {len(qpos)} states of policies that no training "
+        f"saw, half poses and whole ones; mean of the azimuths {VIEWS[0]} and {VIEWS[1]}:",
+        table(["prompt", "Spearman", *LEVELS], rows),
+    ], []
+
+
 def classic_figures(judge, scenes=CLASSIC_SCENES, count=500, sizes=(64, 96)):
     """How the reward agrees with the classic tasks' goals: (Markdown, promises not kept)."""
     rows, missed = [], []
@@ -185,7 +226,8 @@ def main():
     except UsageError as error:
         sys.exit(f"error: {error}")
     parts = [pose_figures(judge, args.samples, args.size)]
-    parts += [blend_figures(judge, max(2, args.samples // 4), args.size), classic_figures(judge)]
+    parts += [blend_figures(judge, max(2, args.samples // 4), args.size)]
+    parts += [half_figures(judge, args.samples, args.size), classic_figures(judge)]
     figures, missed = (sum(column, []) for column in zip(*parts))
     source = f"{args.clip_model}, states from seeds {SEED} to {SEED + 3}, {datetime.date.today()}"
     print("# Held-out figures", source, *figures, sep="\n\n")

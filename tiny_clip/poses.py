@@ -201,6 +201,21 @@ def path(start, goal, t):
     return states
 
 
+LIMBS = slice(10, 14), slice(14, 18), slice(18, 21), slice(21, 24)  # legs, arms: right, left
+
+
+def half(start, goal, rng):
+    """A state [24] between two others [24] in which each limb and the torso has gone as far as it
+    likes: one arm raised, one knee down, arms in front and not crossed. Every second one leans."""
+    t = np.clip(rng.uniform(-0.6, 1.6, 5), 0, 1)
+    qpos = path(start, goal, t[:1])[0]
+    for limb, s in zip(LIMBS, t[1:]):
+        qpos[limb] = (1 - s) * start[limb] + s * goal[limb]
+    if rng.random() < 0.5:
+        qpos[3:7] = rotate(qpos[3:7], [*rng.normal(size=2), 0], np.radians(rng.uniform(0, 40)))
+    return put_down(qpos)
+
+
 def blend(goal_name, rng, t):
     """`path` from a standing sample (t=0) into one of the goal pose (t=1), in one heading."""
     start, goal = _settled("standing", rng), _settled(goal_name, rng)

@@ -5,6 +5,8 @@
         --epochs 5 --lr 5e-4                        # 11 more: the plain scene had come too short
     python tiny_clip/train.py --init tiny_clip --seed 3 --pictures 30000 --epochs 5 --lr 7e-4 \\
         --shares 0.16 0.12 0.12 0.22 0.12 0.06 0.07 0.08 0.05    # CartPole and MountainCar as well
+    python tiny_clip/train.py --init tiny_clip --seed 4 --pictures 84000 --epochs 4 --lr 8e-4 \\
+        --shares 0.25 0.25 0.15 0.11 0.07 0.04 0.05 0.05 0.03    # half poses, policies' states
     python tiny_clip/train.py --pictures 4800 --epochs 10 --out /tmp/try    # a quick try
     python tiny_clip/evaluate.py > tiny_clip/figures.md                     # held-out figures
 
@@ -40,7 +42,6 @@ MEAN, STD = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
 # Cosines are the reward, so they should use their range: the scale stays low, or the network could
 # tell everything apart within a few hundredths.
 SCALE_RANGE = np.log([6.0, 12.0])
-SMOOTHING = 0.02  # of the targets, so that nothing is pushed further and further apart
 REWORDINGS, CAPTIONS_PER_STEP = 30, 3  # drawn once of every caption; of every concept and step
 EXACT_WEIGHT = 3.0  # of the first caption of each concept, which comes in every step
 PER_JOB = 600  # pictures; a varied scene changes from job to job
@@ -119,7 +120,7 @@ def loss_of(model, pictures, truth, weight, captions):
     target = truth[:, concepts]
     target_weight = weight[:, concepts] * caption_weight * (1 + 2 * target)  # the true are few
     logits = model.logit_scale.exp() * cosine + model.logit_bias
-    smooth = SMOOTHING + (1 - 2 * SMOOTHING) * target
+    smooth = data.SMOOTHING + (1 - 2 * data.SMOOTHING) * target
     loss = F.binary_cross_entropy_with_logits(logits, smooth, target_weight, reduction="sum")
     # "a humanoid robot" is a baseline prompt: every picture shall be equally much of one
     uneven = 0.0
