@@ -10,42 +10,32 @@
         rewards = pool.take()                         # [T * N] float32, waits for the rest
 
 Source: "Vision-Language Models are Zero-Shot Reward Models for Reinforcement Learning"
-(arXiv 2310.12921), sections 2.2 and 3. Below the workers stands what both scripts do with a run's
-folder: flags, events, checkpoints, --resume.
+(arXiv 2310.12921), sections 2.2 and 3.
 """
 
 import atexit
 import collections
 import concurrent.futures
 import contextlib
-import copy
 import ctypes
-import dataclasses
 import difflib
-import fcntl
 import functools
-import io
-import itertools
 import json
 import logging
-import math
 import os
 import pickle
 import queue
 import re
-import shutil
 import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 import timeit
 import traceback
 import types
 import urllib.request
-import zipfile
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -67,7 +57,7 @@ from PIL import Image
 from torch import nn
 
 import egl_render
-from egl_render import Count, Positive, Share, UsageError
+from egl_render import Positive, Share, UsageError
 
 # ------------------------------------------------------------------------------ flags
 
@@ -89,12 +79,18 @@ class RewardArgs:
     baseline_prompt: tuple[str, ...] = ()
     """what the scene is anyway, several are averaged (only --reward-alpha needs it); default: "a
     humanoid robot" for the humanoid, none for other tasks"""
+    target_image: tuple[str, ...] = ()
+    """files of pictures of the goal, beside words or instead of them: all are averaged"""
+    baseline_image: tuple[str, ...] = ()
+    """files of pictures of the scene as it is anyway"""
     reward_alpha: Share = 0.0
     """strength of goal-baseline regularisation, 0 (plain cosine) to 1 (only target - baseline)"""
+    view_reduction: Literal["mean", "min"] = "mean"
+    """what the rewards of a state's pictures become, with several --camera-azimuth"""
     clip_model: str = "ViT-bigG-14/laion2b_s39b_b160k"
     """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: local-dir:tiny_clip"""
     clip_batch_size: Positive = 64
-    """frames drawn and scored at once by a worker: memory and speed, no result but for rounding"""
+    """pictures drawn and scored at once by a worker: memory and speed, but no result"""
     clip_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """number format of CLIP's image tower; auto: fp16 on a GPU, else fp32"""
     clip_cache_dir: str | None = None
@@ -128,7 +124,10 @@ class RewardArgs:
         if need be. `frames` is how many pictures will be scored."""
         if self.reward != "clip":
             return
-        check_prompts(self.target_prompt, self.baseline_prompt, self.reward_alpha)
+        targets = self.target_prompt + self.target_image
+        check_prompts(targets, self.baseline_prompt + self.baseline_image, self.reward_alpha)
+        for path in self.target_image + self.baseline_image:
+            load_image(path)
         devices = self.devices()
         if is_ray(devices):
             devices = [ray_cluster()[1].lower()]
@@ -139,7 +138,8 @@ class RewardArgs:
         if not on_hub:
             check_model(self.clip_model, self.clip_cache_dir)
         prompts = self.target_prompt + self.baseline_prompt
-        if max(map(len, prompts)) > 60:  # a worker looks at all, but takes longer to say so
+        # a worker looks at all, but takes longer to say so
+        if any(len(prompt) > 60 for prompt in prompts):
             import open_clip  # which takes seconds
 
             arch, _, random = _resolve(self.clip_model)
@@ -148,9 +148,11 @@ class RewardArgs:
 
 
 def check_prompts(targets, baselines, alpha):
-    """Raise UsageError for prompts and a --reward-alpha that make no reward."""
+    """Raise UsageError for prompts, or files of pictures, and a --reward-alpha that make no
+    reward."""
     if not targets or not all(map(str.strip, targets)):
-        raise UsageError('a target prompt is needed: --target-prompt "a humanoid robot kneeling"')
+        example = '--target-prompt "a humanoid robot kneeling", or --target-image FILE'
+        raise UsageError(f"a target prompt is needed: {example}")
     if not 0 <= alpha <= 1:
         raise UsageError(f"--reward-alpha {alpha} is outside [0, 1]")
     if alpha > 0 and not (baselines and all(map(str.strip, baselines))):
@@ -158,6 +160,15 @@ def check_prompts(targets, baselines, alpha):
     told, scene = ({" ".join(text.lower().split()) for text in x} for x in (targets, baselines))
     if alpha > 0 and told == scene:
         raise UsageError(f"--baseline-prompt {baselines} is the target, too: the same")
+
+
+def load_image(path):
+    """[H, W, 3] uint8 of a picture's file. Raises UsageError."""
+    try:
+        with Image.open(path) as picture:
+            return np.array(picture.convert("RGB"))
+    except (OSError, Image.DecompressionBombError) as error:
+        raise UsageError(f"{path} is no picture that can be read: {first_line(error)}") from error
 
 
 def check_lengths(tokenizer, prompts):
@@ -285,10 +296,10 @@ def _check_folder(name, folder):
         for path in folder.glob("open_clip*.safetensors"):
             safe_open(path, "np")  # reads how long it ought to be
     except Exception as error:  # safetensors' own, json's, missing keys
-        raise UsageError(f"--clip-model {name}: {path} is damaged: {_brief(error)}") from error
+        raise UsageError(f"--clip-model {name}: {path} is damaged: {first_line(error)}") from error
 
 
-def _brief(error):
+def first_line(error):
     """An exception's first line, or what kind it is."""
     return next(iter(str(error).splitlines()), "")[:200] or repr(error)
 
@@ -313,7 +324,7 @@ def check_model(name, cache_dir=None):
     except ImportError as error:
         raise UsageError(f"{name} needs another package: pip install {error.name}") from error
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
-        cause = _brief(error)
+        cause = first_line(error)
         if os.environ.get("HF_HUB_OFFLINE"):
             cause = "the model hub cannot be reached and they are not in the cache"
         raise UsageError(f"cannot get the weights of {name}: {cause}; {OFFLINE_HELP}") from error
@@ -423,7 +434,9 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
             model = open_clip.create_model(arch, tag, **options)
             tokenizer = open_clip.get_tokenizer(arch, cache_dir=cache_dir)
         except Exception as error:  # a configuration that fits no code, weights that fit no model
-            raise UsageError(f"--clip-model {name} cannot be loaded: {_brief(error)}") from error
+            raise UsageError(
+                f"--clip-model {name} cannot be loaded: {first_line(error)}"
+            ) from error
     model.eval().requires_grad_(False)
     preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
     if hasattr(model.visual, "layer1"):  # a residual network: on the CPU 1.18 times as fast, with
@@ -458,23 +471,39 @@ class CLIPReward(nn.Module):
         target_prompts, baseline_prompts: lists of str; several are averaged (mean of the unit-norm
             embeddings, not renormalised). The baseline may be empty when alpha is 0.
         alpha: regularisation strength in [0, 1]; an attribute that may be changed.
+        target_images, baseline_images: lists of pictures' files; they count as prompts do.
+        view_reduction: "mean" or "min" of the rewards of a state's pictures.
     Raises UsageError as `check_prompts`, or if both prompts mean the same to the model.
     """
 
-    def __init__(self, clip, target_prompts, baseline_prompts=(), alpha=0.0):
+    def __init__(
+        self,
+        clip,
+        target_prompts=(),
+        baseline_prompts=(),
+        alpha=0.0,
+        target_images=(),
+        baseline_images=(),
+        view_reduction="mean",
+    ):
         super().__init__()
-        check_prompts(target_prompts, baseline_prompts, alpha)
+        targets = [*target_prompts, *target_images]
+        check_prompts(targets, [*baseline_prompts, *baseline_images], alpha)
         check_lengths(clip.tokenizer, [*target_prompts, *baseline_prompts])
         self.model, self.preprocess = clip.model, clip.preprocess
         self.device, self.dtype, self.alpha = clip.device, clip.dtype, float(alpha)
+        self.reduce = {"mean": torch.mean, "min": torch.amin}[view_reduction]
 
         @torch.no_grad()
-        def embed(prompts):
-            embeddings = clip.model.encode_text(clip.tokenizer(list(prompts))).float()
-            return nn.functional.normalize(embeddings, dim=-1).mean(0).to(clip.device)
+        def embed(prompts, images):
+            parts = [self.embed_images(load_image(path)) for path in images]
+            if prompts:
+                texts = clip.model.encode_text(clip.tokenizer(list(prompts))).float()
+                parts.append(nn.functional.normalize(texts, dim=-1).to(clip.device))
+            return torch.cat(parts).mean(0)
 
-        g = embed(target_prompts)
-        b = embed(baseline_prompts) if baseline_prompts else g
+        g = embed(target_prompts, target_images)
+        b = embed(baseline_prompts, baseline_images) if baseline_prompts or baseline_images else g
         d = g - b
         if alpha > 0 and d.norm() < 1e-6:
             raise UsageError("target and baseline prompt are the same to the model; change one")
@@ -484,18 +513,21 @@ class CLIPReward(nn.Module):
 
     @torch.no_grad()
     def embed_images(self, frames):
-        """frames uint8 [B, H, W, 3], or a single [H, W, 3], tensor on any device or array -> [B, D]
-        float32 unit-norm, on the model's device."""
+        """frames uint8 [B, H, W, 3], V views of each state [B, V, H, W, 3], or a single [H, W, 3],
+        tensor on any device or array -> [B, D] or [B, V, D] float32 unit-norm, on the model's
+        device."""
         frames = torch.as_tensor(frames).to(self.device)
-        images = self.preprocess(frames if frames.ndim == 4 else frames[None])
+        frames = frames if frames.ndim > 3 else frames[None]
+        images = self.preprocess(frames.flatten(0, -4))
         embeddings = self.model.encode_image(images.to(self.dtype))
-        return nn.functional.normalize(embeddings.float(), dim=-1)
+        return nn.functional.normalize(embeddings.float(), dim=-1).unflatten(0, frames.shape[:-3])
 
     def reward(self, embeddings):
-        """embeddings [B, D] float32 unit-norm -> [B] float32."""
-        on_line = self.b + ((embeddings - self.b) @ self.d)[:, None] * self.d
+        """embeddings [B, D] or [B, V, D] float32 unit-norm -> [B] float32."""
+        on_line = self.b + ((embeddings - self.b) @ self.d)[..., None] * self.d
         mixed = self.alpha * on_line + (1 - self.alpha) * embeddings
-        return 1 - 0.5 * (mixed - self.g).square().sum(-1)
+        rewards = 1 - 0.5 * (mixed - self.g).square().sum(-1)
+        return rewards if rewards.ndim == 1 else self.reduce(rewards, dim=1)
 
     def forward(self, frames):
         """frames as in `embed_images` -> [B] float32."""
@@ -505,7 +537,8 @@ class CLIPReward(nn.Module):
 def make_clip_reward(device, args: RewardArgs):
     """What a worker calls to get its reward; bind `args` with functools.partial."""
     clip = load_clip(args.clip_model, device, args.clip_precision, args.clip_cache_dir)
-    reward = CLIPReward(clip, args.target_prompt, args.baseline_prompt, args.reward_alpha)
+    images = args.target_image, args.baseline_image, args.view_reduction
+    reward = CLIPReward(clip, args.target_prompt, args.baseline_prompt, args.reward_alpha, *images)
     for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
         if hasattr(clip.model, part):  # gigabytes, and never needed again
             delattr(clip.model, part)
@@ -519,10 +552,6 @@ class RunError(RuntimeError):
     """What ends a run, in one line: exit code 1."""
 
 
-class DiskError(RunError):
-    """A file that could not be written."""
-
-
 class RewardWorkerError(RunError):
     """A worker raised (its traceback is in the message), died, or gave no answer."""
 
@@ -534,6 +563,10 @@ class NotFiniteError(RunError):
         kind, scene: "states" and the state [S] that has it, or "frames" and its picture.
         frame: its picture [H, W, 3] uint8.
     """
+
+    def __init__(self, message, kind, scene, frame):
+        super().__init__(message)
+        self.kind, self.scene, self.frame = kind, scene, frame
 
 
 class Scorer:
@@ -570,9 +603,13 @@ class Scorer:
         """Start one chunk: "states" [B, S] or "frames" [B, H, W, 3] -> Future of (rewards [B]
         float32, seconds drawing, seconds scoring); "render", states -> Future of frames."""
         if kind == "render":
-            return self.drawing.submit(lambda: self._renderer(size).render(batch))
+            return self.drawing.submit(self._render, batch, size)
         drawn = self.drawing.submit(self._draw, kind, batch)
         return self.scoring.submit(self._score, drawn)
+
+    def _render(self, batch, size):
+        frames = self._renderer(size).render(batch)
+        return np.concatenate(list(frames.swapaxes(0, 1)), 2) if frames.ndim == 5 else frames
 
     def _renderer(self, size=None):
         if size not in self.renderers:
@@ -657,7 +694,7 @@ def _serve(connection, device, *setup):
     os._exit(1)
 
 
-def _death(exitcode):
+def death(exitcode):
     how = "was killed (out of memory?)" if exitcode == -signal.SIGKILL else "died"
     return f"{how}, exit code {exitcode}"
 
@@ -699,7 +736,7 @@ class _Process:
             raise _hangs(self.name, self.timeout) from None
         except (EOFError, OSError):
             self.process.join(5)
-            raise RewardWorkerError(f"{self.name} {_death(self.process.exitcode)}") from None
+            raise RewardWorkerError(f"{self.name} {death(self.process.exitcode)}") from None
         if kind:
             raise kind(f"{self.name}: {value}" if kind is RewardWorkerError else value)
         return value
@@ -816,7 +853,7 @@ class _Actor:
         self.ray.kill(self.actor)
 
 
-def _warn(line):
+def warn(line):
     with contextlib.suppress(OSError):  # of a pipe that nobody reads; print would keep the text
         os.write(2, f"WARNING: {line}\n".encode())
 
@@ -836,10 +873,12 @@ class RewardPool:
 
     Args:
         make_renderer: picklable, called without arguments in every worker once it is bound to its
-            GPU, and with size=... for `render`; returns an object with .frame_shape (H, W, 3) and
-            .render(states [B, S], out [B, H, W, 3]). None: only frames are handed in.
+            GPU, and with size=... for `render`; returns an object with .frame_shape (H, W, 3), or
+            (V, H, W, 3) for V views, and .render(states [B, S], out [B, *frame_shape]). None: only
+            frames are handed in.
         make_reward: picklable, called as make_reward(device) in every worker; returns a module that
-            maps frames [B, H, W, 3] uint8 on that device to [B, ...] float32. None: only render.
+            maps frames [B, *frame_shape] uint8 on that device to [B, ...] float32. None: only
+            render.
         devices: torch devices, a worker each; or one of "ray", "ray:N", "ray:N:SHARE". Empty: this
             process, on cuda:0 if there is one.
         batch_size: states per chunk.
@@ -926,13 +965,13 @@ class RewardPool:
                     cause = RewardWorkerError(str(cause))
                 if self._ray and not worked and self._working:
                     worker.close()
-                    return _warn(f"{brief}; it is left out")
+                    return warn(f"{brief}; it is left out")
                 if self._losses > 1 or first or isinstance(worker, Scorer):
                     break
             self.restarts += 1
             while under_way:
                 self._queue.put(under_way.popleft())
-            _warn(f"{brief}; it is started again")
+            warn(f"{brief}; it is started again")
         while job := under_way.popleft() if under_way else self._queue.get():
             job[0].set_exception(cause)
 
@@ -1027,15 +1066,11 @@ class RewardPool:
 
     def _raise_not_finite(self, rewards, scenes):
         worst = int(np.argwhere(~np.isfinite(rewards))[0, 0])
-        value = rewards[worst]
-        error = NotFiniteError(
-            f"CLIP's reward of scene {worst} of this rollout is {value}; try --clip-precision bf16 "
-            "or fp32"
-        )
-        error.kind, error.scene = self._kind, scenes[worst]
-        frames = error.kind == "frames"
-        error.frame = error.scene if frames else self.render(error.scene[None])[0]
-        raise error
+        words = f"CLIP's reward of scene {worst} of this rollout is {rewards[worst]}"
+        scene = scenes[worst]
+        frame = scene if self._kind == "frames" else self.render(scene[None])[0]
+        hint = "try --clip-precision bf16 or fp32"
+        raise NotFiniteError(f"{words}; {hint}", self._kind, scene, frame)
 
     def score(self, states=None, frames=None):
         """`put` and `take`: [B] float32."""
@@ -1043,7 +1078,8 @@ class RewardPool:
         return self.take()
 
     def render(self, states, size=None):
-        """Draw states [B, S]: [B, H, W, 3] uint8, as they are scored or at another size."""
+        """Draw states [B, S]: [B, H, W, 3] uint8, as they are scored or at another size; several
+        views side by side."""
         states = np.asarray(states, np.float64)
         chunks = [states[i : i + self.batch_size] for i in range(0, len(states), self.batch_size)]
         frames = self._results([self._submit("render", chunk, size) for chunk in chunks])
@@ -1070,639 +1106,3 @@ class RewardPool:
 
     def __exit__(self, *_):
         self.close()
-
-
-# ------------------------------------------------------------------------------ runs
-
-
-@dataclass
-class RunArgs:
-    """The flags that are about a run as such; the scripts' Args begin with them."""
-
-    exp_name: str = Path(sys.argv[0]).stem
-    """the name of this experiment"""
-    seed: Count = 1
-    """seed of everything: networks, environments, exploration, replay"""
-    torch_deterministic: bool = True
-    """use deterministic algorithms on the GPU as well"""
-    cuda: bool = True
-    """learn on the GPU if there is one"""
-    compile: bool = False
-    """updates by torch.compile, and on the GPU as one CUDA graph (wants a C++ compiler)"""
-    track: bool = False
-    """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
-    wandb_project_name: str = "clip-reward"
-    """the wandb project"""
-    wandb_entity: str | None = None
-    """the wandb team, default: your own account"""
-    runs_dir: str = "runs"
-    """the folder that gets a folder for this run"""
-    checkpoint_freq: Count = 128_000
-    """steps between checkpoints, of which the end of the run always has one; SIGUSR1 makes one more
-    after the rollout"""
-    keep_checkpoints: Count = 2
-    """how many of them stay beside best.pt, each with the whole replay buffer; 0: all"""
-    video_freq: Count = 128_000
-    """steps between videos, and one at the end; 0: none"""
-    judge: str | None = None
-    """draw charts/success_rate by this judge of states, for you to look at and never as a reward: a
-    task of evaluation/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool)"""
-    resume: str | None = None
-    """folder of the run to go on with, as it was started; flags beside it that do not change the
-    experiment are accepted, such as a larger --total-timesteps. latest: the newest run in
-    --runs-dir that was started with the same flags, or a new one if there is none"""
-
-    def check(self):
-        """Raise UsageError for flags out of their bounds, for what cannot take effect, for a
-        --runs-dir without access."""
-        egl_render.check_bounds(type(self), vars(self))
-        rollout = self.num_envs * self.episode_length
-        if not 0 < len(self.exp_name.encode()) <= 100:
-            raise UsageError(f"--exp-name {self.exp_name[:20]!r}: not of 1 to 100 letters")
-        if self.episode_length > self.total_timesteps:
-            which = f"longer than the run, --total-timesteps {self.total_timesteps}"
-            raise UsageError(f"--episode-length {self.episode_length} is {which}")
-        if self.learning_starts > max(rollout, self.total_timesteps):
-            which = f"beyond --total-timesteps {self.total_timesteps}: nothing would be learned"
-            raise UsageError(f"--learning-starts {self.learning_starts} is {which}")
-        if self.buffer_size < rollout:
-            raise UsageError(f"--buffer-size {self.buffer_size} is less than a rollout, {rollout}")
-        try:
-            os.makedirs(self.runs_dir, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.runs_dir).close()
-        except OSError as error:
-            raise UsageError(f"--runs-dir {self.runs_dir}: {error.strerror}") from error
-
-    def check_memory(self, row):
-        """Raise UsageError for sizes that fit in no memory of this machine, before anything is
-        allocated. `row` is how many numbers a transition has."""
-        width, rollout = self.hidden_size, self.num_envs * self.episode_length
-        numbers = {  # at least so many
-            "buffer_size": row * min(self.buffer_size, self.total_timesteps + rollout),
-            "episode_length": row * rollout,
-            "hidden_size": 8 * width * (width + row),  # networks, targets, Adam's two averages
-            "batch_size": self.batch_size * (row + 4 * width),
-            "render_size": self.reward.clip_batch_size * self.render.render_size**2,
-        }
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        name = max(numbers, key=numbers.get)
-        if (needed := 4 * sum(numbers.values())) > there:
-            value = flags(self)[name]
-            sizes = f"at least {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:.0f}"
-            raise UsageError(f"--{name.replace('_', '-')} {value}: all sizes together need {sizes}")
-
-
-# What flags beside --resume may change: how long, where and how often, but not what is learned.
-RESUME_MAY_CHANGE = set(
-    "total_timesteps checkpoint_freq keep_checkpoints video_freq reward_devices clip_batch_size "
-    "clip_cache_dir worker_timeout allow_slow cuda compile track judge runs_dir resume".split()
-)
-
-
-def flags(args):
-    """All flags of a dataclass, those of nested groups among them: {name: value}."""
-    values = {}
-    for name, value in vars(args).items():
-        values |= flags(value) if dataclasses.is_dataclass(value) else {name: value}
-    return values
-
-
-def from_flags(kind, values):
-    """The dataclass `kind` from what `flags` gave; what is missing gets its default."""
-    known = {}
-    for field in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(field.default_factory):
-            known[field.name] = from_flags(field.default_factory, values)
-        elif field.name in values:
-            known[field.name] = values[field.name]
-    return kind(**known)
-
-
-def load_args(run_dir, Args):
-    """The Args that a run was started with, from its args.json. Raises UsageError for no run's
-    folder, a damaged args.json, or another script's."""
-    path = Path(run_dir) / "args.json"
-    try:
-        saved = json.loads(path.read_text()).items()
-    except OSError as error:
-        raise UsageError(f"{run_dir}: not the folder of a run, it has no args.json") from error
-    except (ValueError, AttributeError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from error
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved}
-    if foreign := ", ".join(sorted(values.keys() - flags(Args()).keys())):
-        raise UsageError(f"{run_dir}: a run of another script or version; it has {foreign}")
-    return from_flags(Args, values)
-
-
-def latest_run(args):
-    """Folder of the newest run in --runs-dir with a checkpoint that differs in no flag but those
-    that --resume may change, or None."""
-    found = Path(args.runs_dir).glob("*/checkpoints/step_*.pt")
-    folders = [path.parents[1] for path in sorted(found, key=os.path.getmtime, reverse=True)]
-    for folder in dict.fromkeys(folders):
-        with contextlib.suppress(UsageError):  # another script's
-            if not changed_flags(flags(load_args(folder, type(args))), args):
-                return str(folder)
-    return None
-
-
-def changed_flags(was, args):
-    """Names of the flags that differ from {name: value} though --resume may not change them."""
-    now = flags(args)
-    return [x for x in was if was[x] != now.get(x) and x not in RESUME_MAY_CHANGE]
-
-
-@contextlib.contextmanager
-def errors_in_one_line():
-    """In one line on stderr: what tyro says in a box of a command line that is wrong."""
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            yield
-    except SystemExit:
-        first, *_ = re.split(r"\n[├|][─-]+[┤|]\n", box.getvalue())
-        words = " ".join(re.sub(r"[│|╭╮╰╯─]", " ", first).split())
-        if words:
-            print(f"error: {words}", file=sys.stderr)
-        raise
-
-
-def excepthook(kind, error, trace):
-    """sys.excepthook: a UsageError ends the program with one line and exit code 2, a RunError with
-    1."""
-    if issubclass(kind, (UsageError, RunError)):
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if kind is UsageError else 1)
-    sys.__excepthook__(kind, error, trace)
-
-
-def end_at_once(number, _):
-    """End without a word on a signal, while there is nothing to save. By no exception: a module
-    that is just being imported would make another one of it."""
-    for process in mp.active_children():
-        process.kill()
-    os._exit(128 + number)
-
-
-def parse_args(Args, description):
-    """The command line, with --resume on top of the run's own flags. From here on errors are one
-    line (see `excepthook`), and Ctrl-C and SIGTERM end the program without a word."""
-    import tyro
-
-    sys.excepthook = excepthook
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end_at_once)
-    options = {"description": description, "config": (tyro.conf.OmitArgPrefixes,)}
-    with errors_in_one_line():
-        args = tyro.cli(Args, **options)
-    if args.resume == "latest":
-        args.resume = latest_run(args)
-        print(f"--resume latest: {args.resume or 'no such run yet, a new one'}")
-    if (resume := args.resume) is None:
-        return args
-    saved = load_args(resume, Args)
-    if not checkpoints(resume):
-        raise UsageError(f"--resume {resume}: it has no checkpoints/step_<n>.pt")
-    args = tyro.cli(Args, default=saved, **options)
-    args.resume = resume
-    for name in changed_flags(flags(saved), args):
-        flag, was = name.replace("_", "-"), flags(saved)[name]
-        raise UsageError(f"--{flag} was {was!r} in the run to resume; drop it")
-    return args
-
-
-def checkpoints(run_dir):
-    """A run's checkpoints but for best.pt, the newest first: {step: path}."""
-    paths = Path(run_dir).glob("checkpoints/step_*.pt")
-    found = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
-    return dict(sorted(found.items(), reverse=True))
-
-
-def load_checkpoint(path):
-    """What a checkpoint holds; tensors stay in the file until they are used. No code in it is run.
-    Raises UsageError for one that is damaged, by the checksums that torch.save writes."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            if name := file.testzip():
-                raise ValueError(f"wrong checksum of {name}")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # half a dozen kinds
-        raise UsageError(f"{path} is damaged or no checkpoint: {_brief(error)}") from error
-
-
-def write(path, content):
-    """Write `content`, bytes or something for torch.save, to a file that is flushed to the disk and
-    then renamed to `path`: a kill or a full disk leaves the old one. Raises DiskError."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content) if isinstance(content, bytes) else torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        # torch.save says something else of a full disk, after the error that there was
-        cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise DiskError(f"{path} could not be written: {cause}") from error
-
-
-def seed_everything(args):
-    """Seed PyTorch for the networks (loops seed again for every rollout) -> learner's device."""
-    torch.manual_seed(args.seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # determinism wants it
-    torch.use_deterministic_algorithms(args.torch_deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would touch the whole buffer
-    # Adam's averages of units that died become numbers that take a CPU a hundred times as long
-    torch.set_flush_denormal(True)
-    return torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-
-
-def make_pool(args, make_renderer):
-    """The RewardPool of a run, or None where nothing is scored and nothing drawn for videos."""
-    use_clip = args.reward.reward == "clip"
-    if not use_clip and not (make_renderer and args.video_freq):
-        return None
-    score = functools.partial(make_clip_reward, args=args.reward) if use_clip else None
-    devices = args.reward.devices()
-    if not use_clip:
-        devices = ["ray:1" if is_ray(devices) else devices[0]]
-    sizes = args.reward.clip_batch_size, args.reward.worker_timeout
-    return RewardPool(make_renderer, score, devices, *sizes)
-
-
-def compile_update(update, device):
-    """`update(batch)` by torch.compile; on CUDA captured in a graph as well, with no Python and no
-    gaps between its kernels. All batches must have the shapes of the first."""
-    update = torch.compile(update, dynamic=False)
-    if device.type != "cuda":
-        return update
-    from tensordict.nn import CudaGraphModule
-
-    return CudaGraphModule(update, warmup=5)
-
-
-class Rings:
-    """What a replay buffer keeps: tensors `rings` that are filled in turn, and `count`, how many
-    rows were ever added."""
-
-    def add(self, *columns):
-        """Rows [K, ...] for every ring, of which K <= its size."""
-        slots = (self.count + torch.arange(len(columns[0]))) % len(self.rings[0])
-        self.before = self.count, slots, [ring[slots] for ring in self.rings]
-        for ring, column in zip(self.rings, columns, strict=True):
-            ring[slots] = torch.as_tensor(column).to(ring)
-        self.count += len(slots)
-
-    def undo(self):
-        """Take the last `add` back."""
-        self.count, slots, overwritten = self.before
-        for ring, rows in zip(self.rings, overwritten, strict=True):
-            ring[slots] = rows
-
-    def state_dict(self):
-        # torch.save writes all that lies behind a slice, hence the copies
-        return {"count": self.count, "rings": [ring[: self.count].clone() for ring in self.rings]}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-        for ring, filled in zip(self.rings, state["rings"], strict=True):
-            ring[: len(filled)] = filled
-
-
-def load_judge(args):
-    """--judge as a function of states [T, N, S] -> success [N] bool, or None: an episode succeeds
-    if half of its steps do, as in the paper."""
-    if args.judge is None:
-        return None
-    from evaluation import judges
-
-    judge = judges.find_task(args.judge, args.env_id).judge
-
-    def success(states):
-        good_steps = judge(np.concatenate(states)).reshape(states.shape[:2])
-        return good_steps.mean(0) >= judges.THRESHOLD
-
-    return success
-
-
-class Run:
-    """A run's folder, which no other process can write to, with its event file and checkpoints; a
-    progress bar; how a run ends. Its first lines are `Run(args)` and, when all is made that it
-    keeps, `start`; then comes `while run.goes_on()`.
-
-    However a run ends, what it had learned by the end of its last rollout is saved: also if an
-    exception ends it, or numbers that are none. Then one line says why, where, and how to go on.
-
-    Attributes:
-        folder: runs/<env>__<exp>__<seed>__<time>/.
-        history: mean reward of every rollout.
-        global_step: environment steps so far.
-        stopped: the signal (Ctrl-C or SIGTERM) that asked for an end after this rollout, or 0.
-    """
-
-    def __init__(self, args):
-        from torch.utils.tensorboard import SummaryWriter  # slow to import: not before --help
-
-        self.args, self.stopped, self.save_soon, self.warned = args, 0, False, False
-        self.history, self.global_step, self.best, self.good = [], 0, {}, None
-        sys.excepthook = self._failed
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._end_at_once)
-        # a thread of TensorBoard's tells what it could not write, and then the main thread does
-        told = threading.excepthook
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or told(x)
-        try:
-            self.folder = None
-            atexit.register(self._discard)
-            self.folder = Path(args.resume) if args.resume else self._new_folder()
-            self._lock()
-            self.checkpoint = self._newest_checkpoint() if args.resume else {}
-            self.first_step = self.checkpoint.get("global_step", 0)
-            (self.folder / "checkpoints").mkdir(exist_ok=True)
-            for left in (*self.folder.rglob("*.tmp"), *self.folder.glob("videos/.*")):
-                left.unlink()  # by one that was killed
-            write(self.folder / "args.json", json.dumps(flags(args), indent=2).encode())
-            if args.track:
-                self._track()
-            self.writer = SummaryWriter(self.folder, purge_step=self.first_step + 1)
-            rows = "\n".join(f"|{name}|{value}|" for name, value in flags(args).items())
-            self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
-        except OSError as error:
-            raise DiskError(f"no run can be written to {args.runs_dir}: {error}") from error
-
-    def _end_at_once(self, *received):
-        self._discard()
-        end_at_once(*received)
-
-    def _new_folder(self):
-        """One that this process has made, and no other."""
-        args = self.args
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = re.sub("[/:]", "_", name)
-        for number in itertools.count(1):
-            path = Path(args.runs_dir) / (name if number == 1 else f"{name}_{number}")
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(parents=True)
-                return path
-
-    def _discard(self):
-        """Remove the folder of a new run that ended before it had anything to keep."""
-        new = self.folder and not self.args.resume
-        if new and not (self.history or checkpoints(self.folder)):
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _lock(self):
-        """Keep others out for as long as this process lives. Raises UsageError."""
-        self.lock = (self.folder / "lock").open("a+")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.seek(0)
-            holder = self.lock.read().strip()
-            raise UsageError(f"--resume {self.folder}: {holder} is writing to it") from None
-        except OSError as error:
-            _warn(f"{self.folder} cannot be locked ({error}); do not resume it while it runs")
-        self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self.lock.flush()
-
-    def _newest_checkpoint(self):
-        """The newest that is whole and this run's. Raises UsageError if there is none."""
-        for path in checkpoints(self.folder).values():
-            try:
-                checkpoint = load_checkpoint(path)
-                if changed := changed_flags(checkpoint.get("flags", {"flags": 0}), self.args):
-                    raise UsageError(f"{path} is of another run: {', '.join(changed)} differ")
-                return checkpoint
-            except UsageError as error:
-                aside = path.replace(f"{path}.damaged")
-                _warn(f"{error}; it is {aside.name} now, and the one before it is used")
-        raise UsageError(f"--resume {self.folder}: no checkpoint in it is whole")
-
-    def _track(self):
-        import wandb
-
-        args = self.args
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        names |= {"name": self.folder.name, "dir": self.folder}
-        hook = sys.excepthook  # wandb's would print a traceback before the one line
-        try:
-            wandb.init(sync_tensorboard=True, config=flags(args), **names)
-        except wandb.errors.Error as error:
-            raise UsageError(f"--track: {_brief(error)}") from error
-        sys.excepthook = hook
-
-    def start(self, learner, buffer, pool, envs, progress=None):
-        """Wait for the pool; keep from now on {name: network, optimiser or tensor}, the replay
-        buffer and what else counts, {name: value}; with --resume they become what they were. Of an
-        optimiser's settings, which are this run's and this device's, nothing changes. The processes
-        of `envs` are looked at when something ends the run."""
-        from tqdm import tqdm
-
-        self.learner, self.buffer, self.progress = learner, buffer, progress or {}
-        self.pool = pool if self.args.reward.reward == "clip" else None
-        if pool:
-            print(*pool.wait_ready().description, sep="\n")
-        gigabytes = sum(ring.nbytes for ring in buffer.rings) / 1e9
-        print(f"replay buffer ({gigabytes:.2f} GB) on {buffer.rings[0].device}")
-        self.processes = getattr(envs, "processes", [])
-        if saved := self.checkpoint:
-            for name, part in learner.items():
-                state = saved[name]
-                if isinstance(part, torch.Tensor):
-                    part.data.copy_(state)
-                    continue
-                if "param_groups" in state:
-                    state = state | {"param_groups": part.state_dict()["param_groups"]}
-                part.load_state_dict(state)
-            buffer.load_state_dict(saved["replay"])
-            self.progress.update(saved["progress"])
-            self.history, self.global_step = saved["history"], saved["global_step"]
-            if best := saved["best"]:  # the file may be of a later rollout, or damaged
-                self.best = copy.deepcopy(best)
-                write(self.folder / "checkpoints/best.pt", best)
-        self.checkpoint = None  # it maps the file, which would keep its space until the end
-        self.ends = self.global_step >= self.args.total_timesteps
-        self.began = time.perf_counter()
-        sys.stdout.reconfigure(line_buffering=True)  # a line per rollout in log files as well
-        options = {"unit": "step", "smoothing": 0.1, "disable": None}
-        self.bar = tqdm(total=self.args.total_timesteps, initial=self.global_step, **options)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
-        signal.signal(signal.SIGUSR1, self._save_soon)
-        print(f"run folder {self.folder}\ncurves: tensorboard --logdir {self.args.runs_dir}")
-
-    def _stop(self, number, _):
-        if self.stopped and number == signal.SIGINT:  # SIGTERM may come from several who end a job
-            sys.exit(128 + number)
-        self.stopped = number
-        with contextlib.suppress(OSError):  # of `| tee`, which dies of the same Ctrl-C
-            os.write(2, b"\nstopping after this rollout; Ctrl-C once more to stop now\n")
-
-    def _save_soon(self, *_):
-        self.save_soon = True
-
-    def goes_on(self):
-        """Whether there is one more rollout to do."""
-        self.good = self._state(copy.deepcopy), self.buffer.count
-        return not self.ends
-
-    def _state(self, copied=lambda state: state):
-        """What a checkpoint has, but for the replay buffer."""
-        learner = {}
-        for name, part in self.learner.items():
-            learner[name] = part.detach() if isinstance(part, torch.Tensor) else part.state_dict()
-        state = copied(learner | {"progress": self.progress})
-        state |= {"global_step": self.global_step, "history": self.history[:], "best": self.best}
-        of_the_run = flags(self.args).items()
-        return state | {"flags": {x: y for x, y in of_the_run if x not in RESUME_MAY_CHANGE}}
-
-    def check_finite(self, seeds, observations, rewards):
-        """Raise RunError if an environment gave what is no number: observations [T + 1, N, O] and
-        rewards [T, N] of episodes that began with these seeds [N]."""
-        for name, values in ("observation", observations), ("reward", rewards):
-            if not (good := np.isfinite(values)).all():
-                t, n, *which = np.argwhere(~good)[0].tolist()
-                what = f"{name}{which or ''} of environment {n} is {values[t, n, *which]}"
-                when = f"{t} steps after it was reset with seed {seeds[n]}"
-                raise RunError(f"{what}, {when}")
-
-    def log(self, rewards, env_rewards, success, seconds, more, note):
-        """The end of a rollout: events, a line on the console, the bar. rewards (learned from) and
-        env_rewards (the environment's own) are [T, N], success [N] bool or None, seconds {what its
-        time went into: s}, more {tag: value}, note for the end of the line."""
-        for tag, value in more.items():
-            if not math.isfinite(value):
-                raise RunError(f"{tag} is {value} after {self.global_step} steps")
-        if self.pool:
-            seconds = seconds | self.pool.timings
-            more = more | {"charts/worker_restarts": self.pool.restarts}
-        # decided once: a signal that comes later than this ends the next rollout
-        self.ends = bool(self.stopped) or self.global_step >= self.args.total_timesteps
-        self.history.append(float(rewards.mean()))
-        elapsed = time.perf_counter() - self.began
-        charts = {"SPS": (self.global_step - self.first_step) / elapsed}
-        charts["episodic_return"] = env_rewards.sum(0).mean()
-        if success is not None:
-            charts["success_rate"] = np.mean(success)
-        if self.args.reward.reward == "clip":
-            charts["episodic_clip_return"] = rewards.sum(0).mean()
-            charts["clip_reward"] = rewards.mean()
-        line = "  ".join(f"{name} {value:.4g}" for name, value in charts.items())
-        times = "  ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-        with contextlib.suppress(OSError):
-            self.bar.write(f"step {self.global_step:,}  {line}  {times}  {note}")
-            self.bar.update(self.global_step - self.bar.n)
-        scalars = {f"charts/{name}": value for name, value in charts.items()} | more
-        scalars |= {f"time/{name}": value for name, value in seconds.items()}
-        with self._dispensable("events"):
-            for tag, value in scalars.items():
-                self.writer.add_scalar(tag, value, self.global_step)
-
-    @contextlib.contextmanager
-    def _dispensable(self, what):
-        """The run goes on without what cannot be written here, with one warning in all."""
-        try:
-            yield
-        except (OSError, DiskError) as error:
-            if not self.warned:
-                _warn(f"{what} could not be written: {_brief(error)}; the run goes on without")
-            self.warned = True
-            with contextlib.suppress(OSError):  # the old one has ended with the error
-                if shutil.disk_usage(self.folder).free > 1e6:
-                    self.writer = type(self.writer)(self.folder)
-
-    def due(self, every):
-        """Whether this rollout passed a multiple of `every`, or the run ends; never if it is 0."""
-        before = self.good[0]["global_step"]
-        return every > 0 and (self.ends or before // every != self.global_step // every)
-
-    def keep(self):
-        """checkpoints/step_<n>.pt, if it is due: all that --resume needs. Older ones are removed
-        as --keep-checkpoints says."""
-        if self.due(self.args.checkpoint_freq or math.inf) or self.save_soon:
-            self.save_soon = False
-            self._save(self._state())
-
-    def _save(self, state):
-        path = self.folder / f"checkpoints/step_{state['global_step']}.pt"
-        write(path, state | {"replay": self.buffer.state_dict()})
-        if kept := self.args.keep_checkpoints:
-            for old in list(checkpoints(self.folder).values())[kept:]:
-                old.unlink(missing_ok=True)
-
-    def keep_best(self, reward, **networks):
-        """checkpoints/best.pt: those networks whose rollout had the highest reward so far."""
-        if not self.best or reward >= self.best["reward"]:
-            state = {name: network.state_dict() for name, network in networks.items()}
-            state |= {"global_step": self.global_step, "reward": float(reward)}
-            self.best = copy.deepcopy(state)
-            with self._dispensable("best.pt"):  # it is in every checkpoint, too
-                write(self.folder / "checkpoints/best.pt", state)
-
-    def save_video(self, frames, fps):
-        """frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, and small in TensorBoard."""
-        with self._dispensable("a video"):
-            egl_render.write_video(self.folder / f"videos/step_{self.global_step}.mp4", frames, fps)
-            thin = -(-max(frames.shape[1:3]) // 200)  # TensorBoard takes GIFs: small ones
-            thumbnails = frames[:, ::thin, ::thin]
-            egl_render.add_video(self.writer, "videos/rollout", thumbnails, self.global_step, fps)
-
-    def _failed(self, kind, error, trace):
-        """sys.excepthook: saves what was good; one line of what ended the run and how to go on."""
-        sys.excepthook = excepthook
-        if self.good is None or kind is UsageError:
-            return excepthook(kind, error, trace)
-        self.bar.close()
-        cause = str(error) if issubclass(kind, RunError) else self._dead_environment(kind, error)
-        if cause is None:  # of an environment or a script that somebody writes
-            sys.__excepthook__(kind, error, trace)
-            cause = f"{kind.__name__}: {_brief(error)}"
-        try:
-            if isinstance(error, NotFiniteError):
-                cause += f"; {self._save_scene(error)}"
-            state, count = self.good
-            if self.buffer.count != count:
-                self.buffer.undo()
-            if not isinstance(error, DiskError):
-                self._save(state)
-        except (DiskError, OSError) as second:
-            cause += f"; {second}"
-        print(f"error: {cause}; {self._how_to_go_on()}", file=sys.stderr)
-        sys.exit(1)
-
-    def _dead_environment(self, kind, error):
-        """Whose process died, and how, if that is what the error came from."""
-        if issubclass(kind, mp.TimeoutError):
-            return f"an environment hangs (--worker-timeout): {error}"
-        for n, process in enumerate(self.processes):
-            if issubclass(kind, (EOFError, ConnectionError)):
-                process.join(1)
-                if process.exitcode is not None:
-                    return f"the process of environment {n} {_death(process.exitcode)}"
-        return None
-
-    def _save_scene(self, error):
-        path = self.folder / f"not_finite_{self.global_step}.npz"
-        np.savez(path, **{error.kind: error.scene})
-        Image.fromarray(error.frame).save(path.with_suffix(".png"))
-        return f"the scene is in {path} and .png"
-
-    def _how_to_go_on(self):
-        for path in checkpoints(self.folder).values():
-            return f"saved: {path.name}; go on with: python {sys.argv[0]} --resume {self.folder}"
-        return "nothing is saved"
-
-    def close(self):
-        """Close all files; say what was learned, where things are, and how to go on."""
-        self.bar.close()
-        with self._dispensable("events"):
-            self.writer.close()
-        tenth = max(1, len(self.history) // 10)
-        first, last = np.mean(self.history[:tenth]), np.mean(self.history[-tenth:])
-        print(f"reward per step: {first:.4f} in the first tenth, {last:.4f} in the last")
-        print(f"videos and checkpoints are in {self.folder}")
-        if self.stopped and self.global_step < self.args.total_timesteps:
-            print(f"stopped; {self._how_to_go_on()}")
-            sys.exit(128 + self.stopped)

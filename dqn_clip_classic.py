@@ -38,20 +38,24 @@ from typing import Annotated
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
 
+import clip_reward  # before torch: it bounds how long threads spin
+
+# isort: split
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 from annotated_types import Interval
 
-import clip_reward
 import egl_render
 from egl_render import Count, LearningRate, Positive, Share, UsageError
-from environments import vector
+from environments import classic, vector
+from training.flags import RunArgs, parse_args
+from training.run import Rings, Run, compile_update, load_judge, make_pool, seed_everything
 
 
 @dataclass
-class Args(clip_reward.RunArgs):
+class Args(RunArgs):
     reward: clip_reward.RewardArgs = field(default_factory=clip_reward.RewardArgs)
     render: egl_render.RenderArgs = field(default_factory=egl_render.RenderArgs)
 
@@ -107,69 +111,7 @@ class Args(clip_reward.RunArgs):
     """steps between videos, and one at the end; 0: none"""
 
 
-class CartPoleTask(gym.Wrapper):
-    """CartPole that goes on after the pole has fallen, since an early end would tell about the task
-    (section 4.1 of the paper): the cart stops at the ends of the track, the angle is kept in [-pi,
-    pi]. The reward is 1 for every step that is not a failure by Gymnasium's rule (12 degrees, or
-    off the track); an episode without any is a success."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        high = np.array([env.unwrapped.x_threshold, np.inf, math.pi, np.inf], np.float32)
-        self.observation_space = gym.spaces.Box(-high, high)  # all angles can be seen
-
-    def reset(self, **kwargs):
-        self.success = True  # of the episode so far
-        return self.env.reset(**kwargs)
-
-    def step(self, action):
-        _, _, failed, _, _ = self.env.step(action)
-        self.success = self.success and not failed
-        task = self.unwrapped
-        x, velocity, angle, spin = task.state
-        if abs(x) > task.x_threshold:
-            x, velocity = math.copysign(task.x_threshold, x), 0.0
-        angle = (angle + math.pi) % (2 * math.pi) - math.pi
-        task.state = np.array([x, velocity, angle, spin])
-        task.steps_beyond_terminated = None  # else it warns at every further step
-        info = {"states": task.state, "success": self.success}
-        return task.state.astype(np.float32), float(not failed), False, False, info
-
-
-class MountainCarTask(gym.Wrapper):
-    """MountainCar whose goal is absorbing: the car stays where it reached it, and the reward, -1 a
-    step before, is 0 from then on. An episode that reaches the goal is a success."""
-
-    def reset(self, **kwargs):
-        self.success = False
-        return self.env.reset(**kwargs)
-
-    def step(self, action):
-        reward = 0.0
-        if not self.success:
-            _, reward, self.success, _, _ = self.env.step(action)
-        state = np.array(self.unwrapped.state, np.float64)
-        info = {"states": state, "success": self.success}
-        return state.astype(np.float32), reward, False, False, info
-
-
-class OriginalTask(gym.Wrapper):
-    """Gymnasium's own rules. After an early end nothing happens any more: `info` says "over"."""
-
-    def reset(self, **kwargs):
-        self.over = False
-        return self.env.reset(**kwargs)
-
-    def step(self, action):
-        info, reward, terminated = {"over": self.over}, 0.0, False
-        if not self.over:
-            self.observation, reward, terminated, _, _ = self.env.step(action)
-            self.over = terminated
-        info |= {"states": np.array(self.unwrapped.state, np.float64), "terminated": terminated}
-        return self.observation, reward, False, False, info
-
-
-TASKS = {"CartPole-v1": CartPoleTask, "MountainCar-v0": MountainCarTask}
+TASKS = {"CartPole-v1": classic.CartPoleTask, "MountainCar-v0": classic.MountainCarTask}
 
 
 def make_env(args: Args):
@@ -178,7 +120,7 @@ def make_env(args: Args):
     def thunk():
         # no time limit. The checker would complain of angles beyond 24 degrees
         env = gym.make(args.env_id, max_episode_steps=-1, disable_env_checker=True)
-        return OriginalTask(env) if args.terminate else TASKS[args.env_id](env)
+        return classic.OriginalTask(env) if args.terminate else TASKS[args.env_id](env)
 
     return thunk
 
@@ -250,7 +192,7 @@ class QNetwork(nn.Module):
         return self(torch.as_tensor(observations, device=device)).argmax(1).cpu().numpy()
 
 
-class ReplayBuffer(clip_reward.Rings):
+class ReplayBuffer(Rings):
     """A ring of transitions: `add` takes observations [K, O], next observations [K, O], actions
     [K], rewards [K], terminations [K]."""
 
@@ -326,14 +268,14 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 
 if __name__ == "__main__":
-    args = clip_reward.parse_args(Args, __doc__)
+    args = parse_args(Args, __doc__)
     check_args(args)
     use_clip, T, N = args.reward.reward == "clip", args.episode_length, args.num_envs
-    judge = clip_reward.load_judge(args)
-    device = clip_reward.seed_everything(args)
+    judge = load_judge(args)
+    device = seed_everything(args)
     torch.set_num_threads(1)  # such small products: 596 updates/s, with two threads 370 (2 cores)
-    pool = clip_reward.make_pool(args, functools.partial(make_renderer, args))
-    run = clip_reward.Run(args)
+    pool = make_pool(args, functools.partial(make_renderer, args))
+    run = Run(args)
     envs = vector.in_this_process(make_env(args), N)
     observation_dim = envs.single_observation_space.shape[0]
     action_count = int(envs.single_action_space.n)
@@ -342,7 +284,7 @@ if __name__ == "__main__":
     params, target_params = list(q_network.parameters()), list(target_network.parameters())
     learn = functools.partial(update, **learner, args=args)
     if args.compile:
-        learn = clip_reward.compile_update(learn, device)
+        learn = compile_update(learn, device)
     buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
     progress = {"updates": 0, "scores": []}  # mean rewards of the learned policy's last rollouts
     run.start(learner, buffer, pool, envs, progress)  # with --resume: as they were

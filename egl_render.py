@@ -157,14 +157,24 @@ class RenderArgs:
     """the paper's camera for the humanoid, or the task's own (always for other tasks)"""
     camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
     """metres from the point looked at, instead of the chosen camera's"""
-    camera_azimuth: Annotated[float | None, Interval(ge=-360, le=360)] = None
-    """degrees around the vertical axis, instead of the chosen camera's"""
+    camera_azimuth: Annotated[tuple[float, ...], Interval(ge=-360, le=360)] = ()
+    """degrees around the vertical axis, instead of the chosen camera's; with several each state is
+    drawn from each, which costs as many times CLIP (see --view-reduction)"""
     camera_elevation: Annotated[float | None, Interval(ge=-360, le=360)] = None
     """degrees, negative looks down, instead of the chosen camera's"""
     camera_lookat: Annotated[tuple[float, float, float] | None, Interval(gt=-1e6, lt=1e6)] = None
     """point looked at in metres (x and y follow a tracked body), instead of the chosen camera's"""
     camera_track: bool = True
     """follow a robot that can leave the picture; or else the camera stays where it begins"""
+
+    def __post_init__(self):
+        given = () if self.camera_azimuth is None else self.camera_azimuth  # one number or none,
+        self.camera_azimuth = tuple(np.ravel(given).tolist())  # as older runs have it, or a list
+
+    @property
+    def views(self):
+        """How many pictures of a state there are."""
+        return max(1, len(self.camera_azimuth))
 
 
 @dataclass(frozen=True)
@@ -204,22 +214,26 @@ def env_camera(env):
 
 
 def choose_camera(args, env):
-    """The `Camera` that `args`, a `RenderArgs`, ask for in a Gymnasium MuJoCo environment. Tracked
-    is the body of the first joint, if that is free or slides without limits: a robot's that can
-    leave the picture, but not a cart's on a rail or a pushed puck's."""
+    """The `Camera` that `args`, a `RenderArgs`, ask for in a Gymnasium MuJoCo environment; with
+    several azimuths a list of them. Tracked is the body of the first joint, if that is free or
+    slides without limits: a robot's that can leave the picture, but not a cart's on a rail or a
+    pushed puck's."""
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint
     humanoid = env.spec is not None and env.spec.id.startswith("Humanoid")
     camera = PAPER_CAMERA if humanoid and args.camera == "paper" else env_camera(env)
     values = {name: getattr(args, f"camera_{name}") for name in CAMERA_VALUES}
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value not in (None, ())}
     if camera.fixed_id >= 0 and not given:
         return camera  # of the model's own, which has its own way to track
     slides = (model.jnt_type == joint.mjJNT_SLIDE) & (model.jnt_limited == 0)
     endless = slides | (model.jnt_type == joint.mjJNT_FREE)
     tracked = int(model.jnt_bodyid[0]) if args.camera_track and endless[:1].any() else -1
-    return replace(camera, **given, track_body=tracked, fixed_id=-1)
+    azimuths = given.pop("azimuth", [camera.azimuth])
+    camera = replace(camera, **given, track_body=tracked, fixed_id=-1)
+    cameras = [replace(camera, azimuth=azimuth) for azimuth in azimuths]
+    return cameras if len(cameras) > 1 else cameras[0]
 
 
 # ------------------------------------------------------------------------------ MuJoCo
@@ -264,7 +278,8 @@ class MujocoRenderer:
     Args:
         model: compiled mujoco.MjModel; "light" changes its visual quality in place.
         size: height and width of the frames in pixels.
-        camera: a `Camera`; see `choose_camera`, `env_camera` and `PAPER_CAMERA`.
+        camera: a `Camera`, or a list of V: each state is drawn by each, and a frame is [V, H, W, 3]
+            where it would be [H, W, 3]. See `choose_camera`, `env_camera` and `PAPER_CAMERA`.
         quality: "full" is the model's own (MuJoCo's default: 4096 px shadow map, 4 samples a
             pixel). "light" has neither and fewer facets. "auto": light in software.
     Raises UsageError where there is no OpenGL.
@@ -278,7 +293,9 @@ class MujocoRenderer:
         name = gl_renderer()
         light = quality == "light" or (quality == "auto" and is_software(name))
         self.description = f"{name}, {'light' if light else 'full'} quality"
-        self.model, self.camera, self.frame_shape = model, camera, (size, size, 3)
+        several = isinstance(camera, list)
+        self.model, self.cameras = model, camera if several else [camera]
+        self.frame_shape = (*[len(self.cameras)] * several, size, size, 3)
         self.data = mujoco.MjData(model)
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, size)
         model.vis.global_.offheight = max(model.vis.global_.offheight, size)
@@ -298,15 +315,23 @@ class MujocoRenderer:
         scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] &= not light
         geoms = scene.geoms[: scene.ngeom]
         self._planes = [(geom, sizes[geom.objid]) for geom in geoms if geom.type == plane]
-        self._view = mujoco.MjvCamera()
+
+    def _view(self, camera):
+        """mujoco.MjvCamera of a `Camera` for the state that `data` has."""
+        import mujoco
+
+        view = mujoco.MjvCamera()
         if camera.fixed_id >= 0:
-            self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
-            self._view.fixedcamid = camera.fixed_id
+            view.type = mujoco.mjtCamera.mjCAMERA_FIXED
+            view.fixedcamid = camera.fixed_id
         for name in CAMERA_VALUES:
-            setattr(self._view, name, getattr(camera, name))
+            setattr(view, name, getattr(camera, name))
+        if camera.track_body >= 0:
+            view.lookat[:2] = self.data.xpos[camera.track_body, :2]
+        return view
 
     def render(self, states, out=None):
-        """Draw `states` [B, nq + nv] float64, qpos and qvel, into `out` [B, H, W, 3] uint8,
+        """Draw `states` [B, nq + nv] float64, qpos and qvel, into `out` [B, *frame_shape] uint8,
         C-contiguous, allocated when None -> out. Raises ValueError for other columns."""
         import mujoco
 
@@ -320,16 +345,21 @@ class MujocoRenderer:
             mujoco.mj_camlight(model, data)
             mujoco.mj_flex(model, data)
             mujoco.mj_tendon(model, data)
-            if self.camera.track_body >= 0:
-                self._view.lookat[:2] = data.xpos[self.camera.track_body, :2]
-            # MuJoCo centres infinite planes below the camera that the scene has: this picture's, or
-            # a pixel would depend on which picture was drawn before
-            mujoco.mjv_updateCamera(model, data, self._view, self._renderer.scene)
-            self._renderer.update_scene(data, self._view)
-            for geom, size in self._planes:
-                geom.size = size
-            self._renderer.render(out=frame)
+            pictures = frame.reshape(-1, *self.frame_shape[-3:])
+            for camera, picture in zip(self.cameras, pictures, strict=True):
+                self._draw(self._view(camera), picture)
         return out
+
+    def _draw(self, view, picture):
+        import mujoco
+
+        # MuJoCo centres infinite planes below the camera that the scene has: this picture's, or a
+        # pixel would depend on which picture was drawn before
+        mujoco.mjv_updateCamera(self.model, self.data, view, self._renderer.scene)
+        self._renderer.update_scene(self.data, view)
+        for geom, size in self._planes:
+            geom.size = size
+        self._renderer.render(out=picture)
 
     def close(self):
         """Free the GL context."""

@@ -32,11 +32,11 @@ Success rate of a policy, by a task's judge, one's own, or a person:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-import math
+import shlex
 import signal
 import sys
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -44,13 +44,15 @@ from typing import Annotated, Literal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
 
+import clip_reward  # before torch: it bounds how long threads spin
+
+# isort: split
 import numpy as np
 import torch
 import tyro
 from annotated_types import Interval
 from tqdm import tqdm
 
-import clip_reward
 import dqn_clip_classic as dqn
 import egl_render
 import sac_clip_humanoid as sac
@@ -58,61 +60,15 @@ from egl_render import Count, Positive, Size, UsageError
 from environments import vector
 from evaluation import datasets, figures, judges, label_page
 from evaluation.datasets import Dataset, load_dataset
+from evaluation.metrics import auc, epic_distance, epic_interval, interval, pearson
+from evaluation.rewards import Model, Rewards, Variants, check_distinct, rewards_of, scored
+from training.flags import checkpoints, errors_in_one_line, flags_of, from_flags, load_args
+from training.run import load_checkpoint
 
 Few = Annotated[int, Interval(ge=1, le=100_000)]  # episodes are played side by side
 Many = Annotated[int, Interval(ge=1, le=10_000_000)]
 
 egl_render.setup_gl()  # before an environment or a judge imports mujoco
-
-# ------------------------------------------------------------------------------ EPIC
-
-
-def pearson(x, y):
-    """Correlation of x [N] and y [N]; nan if one of them is constant but for rounding."""
-    from scipy import stats  # takes a second
-
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    if any(np.ptp(values) <= 1e-12 * np.abs(values).max() for values in (x, y)):
-        return math.nan
-    return float(stats.pearsonr(x, y).statistic)
-
-
-def epic_distance(x, y):
-    """EPIC distance of two rewards that depend on the next state alone (section 4.1 of arXiv
-    2310.12921), from their values x, y [N] on N states: sqrt((1 - rho) / 2); nan if constant.
-
-    Nothing is canonically shaped (definition 4.1 of arXiv 2006.13900) because shaping takes from
-    R(s, a, s') = f(s') only a constant, gamma E f(S'), which correlation does not see.
-    """
-    return math.sqrt((1 - pearson(x, y)) / 2)
-
-
-def epic_interval(x, y, episodes, resamples=2000, seed=0):
-    """`epic_distance(x, y)` of rewards [N] and its 95 % bootstrap interval: (distance, low, high),
-    nan where undefined. Resamples in which a reward is constant are left out.
-
-    Whole episodes are drawn, `episodes` [N] int says which a state is from: states of one episode
-    are alike, and with single ones the interval would be far too narrow.
-    """
-    from scipy import stats  # takes a second
-
-    distance = epic_distance(x, y)
-    numbers, index = np.unique(episodes, return_inverse=True)
-    if math.isnan(distance) or len(numbers) == 1:
-        return distance, math.nan, math.nan
-
-    def statistic(drawn):
-        times = np.bincount(drawn, minlength=len(numbers))  # that each episode was drawn
-        return epic_distance(np.repeat(x, times[index]), np.repeat(y, times[index]))
-
-    settings = {"vectorized": False, "method": "percentile", "batch": 100, "rng": seed}
-    whole = (np.arange(len(numbers)),)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # of resamples left out
-        drawn = stats.bootstrap(whole, statistic, n_resamples=resamples, **settings)
-    low, high = np.nanquantile(drawn.bootstrap_distribution, [0.025, 0.975])
-    return distance, float(low), float(high)
-
 
 # ------------------------------------------------------------------------------ runs and rollouts
 
@@ -121,7 +77,7 @@ def load_run(folder):
     """The Args of a run, of whichever script. Raises UsageError for what is no run's folder."""
     path = Path(folder) / "args.json"
     script = sac if path.is_file() and "policy_lr" in path.read_text() else dqn
-    args = clip_reward.load_args(folder, script.Args)
+    args = load_args(folder, script.Args)
     if script is dqn:
         args.terminate = False  # whatever it learned by, it is judged on whole episodes
     return args
@@ -135,7 +91,7 @@ def script_of(args):
 def checkpoint_paths(run, names) -> list[Path]:
     """Files of checkpoints: "best", a number of steps, or "all" of these. Raises UsageError."""
     folder = Path(run) / "checkpoints"
-    steps = sorted(clip_reward.checkpoints(run))
+    steps = sorted(checkpoints(run))
     names = steps if list(names) == ["all"] else names
     paths = [folder / ("best.pt" if name == "best" else f"step_{name}.pt") for name in names]
     for path in paths or [folder]:
@@ -150,7 +106,7 @@ def load_policy(path, args, observation_space, action_space):
     not of this run's script."""
     kind, key = (dqn.QNetwork, "q_network") if script_of(args) is dqn else (sac.Actor, "actor")
     try:
-        saved = clip_reward.load_checkpoint(path)
+        saved = load_checkpoint(path)
         network = kind(observation_space.shape[0], action_space, args)
         network.load_state_dict(saved[key])
         return network, int(saved["global_step"])
@@ -203,14 +159,14 @@ def dataset_of_run(args, paths, episodes, seed, explore=False, every=1, made=())
 
 def make_dataset(args, columns, made):
     """Dataset of states that are drawn as with the Args of a script."""
-    made = made | {"script": script_of(args).__name__, "flags": clip_reward.flags(args)}
+    made = made | {"script": script_of(args).__name__, "flags": flags_of(args)}
     return Dataset(json.loads(json.dumps(made, default=str)), **columns)
 
 
 def renderer_of(dataset):
     """make_renderer of the run that a dataset is from, or of the arguments it was made with."""
     script = sac if dataset.arguments["script"] == sac.__name__ else dqn
-    args = clip_reward.from_flags(script.Args, dataset.flags)
+    args = from_flags(script.Args, dataset.flags)
     return functools.partial(script.make_renderer, args)
 
 
@@ -251,6 +207,11 @@ class Look(egl_render.RenderArgs):
     textured: bool | None = None
     camera: Literal["paper", "default"] | None = None
     camera_track: bool | None = None
+
+    def over(self, render):
+        """Those RenderArgs with what is given here."""
+        given = {name: value for name, value in vars(self).items() if value not in (None, ())}
+        return replace(render, **given)
 
 
 def collect(
@@ -296,8 +257,7 @@ def collect(
         args = sac.Args(env_id="Humanoid-v5" if source == "poses" else env_id)
     if explore and script_of(args) is dqn:
         raise UsageError("--explore: a run of DQN has no random policy to sample from")
-    given = {name: value for name, value in vars(render).items() if value is not None}
-    args.render = replace(args.render, **given)
+    args.render = render.over(args.render)
     if source == "run":
         if every > args.episode_length:
             raise UsageError(f"--every {every}: an episode has {args.episode_length} steps")
@@ -311,64 +271,7 @@ def collect(
     print(f"{out}: {len(dataset)} states; python eval_epic.py sheet --dataset {out}")
 
 
-# ------------------------------------------------------------------------------ rewards of states
-
-
-@dataclass
-class Rewards(clip_reward.RewardArgs):
-    """Several models and alphas; each picture is embedded once by each model. Prompts that are not
-    given are the task's."""
-
-    reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
-    reward_alpha: Annotated[tuple[float, ...], Interval(ge=0, le=1)] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """strengths of goal-baseline regularisation"""
-    clip_model: tuple[str, ...] = ("ViT-bigG-14/laion2b_s39b_b160k",)
-    """models to compare: ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline:
-    local-dir:tiny_clip"""
-
-    def each(self, frames, prompts):
-        """clip_reward.RewardArgs of each model, with the largest alpha, checked for so many
-        pictures. prompts: {"target_prompt", "baseline_prompt": [str]}, where none are given."""
-        for name in ("reward_alpha", "clip_model"):
-            if not (given := getattr(self, name)) or len(set(given)) < len(given):
-                flag = name.replace("_", "-")
-                raise UsageError(f"--{flag} {' '.join(map(str, given))}: none, or one named twice")
-        values = vars(self) | {"reward_alpha": max(self.reward_alpha)}
-        for name in ("target_prompt", "baseline_prompt"):
-            values[name] = values[name] or tuple(prompts[name])
-        models = [clip_reward.RewardArgs(**values | {"clip_model": x}) for x in self.clip_model]
-        for model in models:
-            model.check(frames)
-        return models
-
-
-class Alphas(torch.nn.Module):
-    """The reward at several alphas: frames [B, H, W, 3] uint8 -> [B, alphas] float32."""
-
-    def __init__(self, device, args: clip_reward.RewardArgs, alphas):
-        super().__init__()
-        self.reward, self.alphas = clip_reward.make_clip_reward(device, args), alphas
-
-    def forward(self, frames):
-        embeddings, rewards = self.reward.embed_images(frames), []
-        for alpha in self.alphas:
-            self.reward.alpha = alpha
-            rewards.append(self.reward.reward(embeddings))
-        return torch.stack(rewards, 1)
-
-
-def rewards_of(args: clip_reward.RewardArgs, alphas, make_renderer, states):
-    """Rewards of states [N, S], drawn and scored on the devices of training, or a few in this
-    process, where workers would take longer to start: {alpha: [N] float64}."""
-    make_reward = functools.partial(Alphas, args=args, alphas=alphas)
-    devices = args.devices() if args.reward_devices or len(states) > 2000 else []
-    workers = 64 if clip_reward.is_ray(devices) else max(1, len(devices))
-    once = 8 * args.clip_batch_size * workers
-    parts = [states[start : start + once] for start in range(0, len(states), once)]
-    sizes = args.clip_batch_size, args.worker_timeout
-    with clip_reward.RewardPool(make_renderer, make_reward, devices, *sizes) as pool:
-        rewards = [pool.score(part) for part in tqdm(parts, f"{once} states each", disable=None)]
-    return dict(zip(alphas, np.concatenate(rewards).T.astype(np.float64)))
+# ------------------------------------------------------------------------------ judging
 
 
 def labels_of(source, dataset, task):
@@ -437,6 +340,131 @@ def epic(dataset: Path, reward: Rewards, labels: str = "judge", judge: str | Non
     print(f"wrote {out}/epic.csv, epic_alpha.png, epic_scaling.png, histograms.png")
 
 
+def task_dataset(task, look, azimuths, per_pose):
+    """Dataset of labelled states of a task of the paper: the pose library, facing as an episode
+    begins, and states in which policies were paid for less; of a classic task its whole space."""
+    env_id = task.env_ids[0]
+    if task.name in judges.HUMANOID:
+        args, columns = sac.Args(), datasets.facing_columns(per_pose)
+        look = replace(look, camera_azimuth=azimuths)
+    else:
+        args = sac.Args(env_id=env_id) if env_id == sac.MOUNTAIN_CAR else dqn.Args(env_id=env_id)
+        columns = datasets.uniform_columns(env_id, 15 * per_pose, seed=0)
+    args.render = look.over(args.render)
+    return make_dataset(args, columns, {"source": "prompts"})
+
+
+def prompts(
+    task: Literal[tuple(judges.TASKS)],
+    model: Model,
+    render: Look,
+    prompts: tuple[str, ...] = (),
+    alphas: Annotated[tuple[float, ...], Interval(ge=0, le=1)] = (0.0, 0.5, 1.0),
+    azimuths: Annotated[tuple[float, ...], Interval(ge=-360, le=360)] = (180.0, 145.0, 210.0),
+    dataset: Path | None = None,
+    labels: str = "judge",
+    per_pose: Few = 40,
+    out: Path = Path("prompts"),
+) -> None:
+    """Which prompt, which alpha, which camera? AUC and EPIC distance of every combination, on
+    states of which it is known whether they are the task's: table, figure, contact sheet, and the
+    command to train with the best, in a new folder.
+
+    Args:
+        task: one of the paper's tasks
+        model: the model
+        render: how its pictures are drawn
+        prompts: what to compare; default: the paper's and some paraphrases
+        alphas: strengths of goal-baseline regularisation
+        azimuths: cameras, in degrees: each alone, and every two together (the humanoid's only)
+        dataset: states, by collect; default: the pose library and states in which policies were
+            paid for half of a pose (a classic task: its state space)
+        labels: which states are good: judge, or a CSV file of a person's labels
+        per_pose: samples of each pose
+        out: the results go to a new folder, OUT_TASK
+    """
+    about = judges.TASKS[task]
+    prompts = prompts or (about.target_prompt, *about.paraphrases)
+    check_distinct(prompts=prompts, alphas=alphas, azimuths=azimuths)
+    if dataset:
+        data = load_dataset(dataset)
+        if (env_id := data.flags["env_id"]) not in about.env_ids:
+            raise UsageError(f"--dataset {dataset}: {env_id} has no {task}")
+        data.flags["camera_azimuth"] = azimuths
+    else:
+        data = task_dataset(about, render, azimuths, per_pose)
+    views = len(azimuths) if task in judges.HUMANOID else 1
+    values, _ = labels_of(labels, data, about)
+    rows = np.flatnonzero(np.isfinite(values))
+    good, states, episodes = values[rows] > 0, data.states[rows], data.episode[rows]
+    if len(set(good.tolist())) < 2:
+        raise UsageError(f"--labels {labels}: all {len(rows)} states are labelled the same")
+    baseline = model.baseline_prompt or (() if model.baseline_image else (about.baseline_prompt,))
+    model = replace(model, baseline_prompt=baseline, target_prompt=prompts)
+    model.reward_alpha = max(alphas)
+    for prompt in prompts:
+        baselines = model.baseline_prompt + model.baseline_image
+        clip_reward.check_prompts([prompt], baselines, model.reward_alpha)
+    model.check(len(rows) * views)
+    make = functools.partial(Variants, args=model, prompts=prompts, alphas=alphas)
+    rewards = scored(model, make, renderer_of(data), states)  # [N, V, prompts, alphas]
+    combined = {(v,): rewards[:, v] for v in range(views)}
+    combined |= {x: rewards[:, x].mean(1) for x in itertools.combinations(range(views), 2)}
+    table = []
+    for chosen, by_prompt in combined.items():
+        seen = " ".join(f"{azimuths[v]:g}" for v in chosen) if views > 1 else ""
+        for (p, prompt), (a, alpha) in itertools.product(enumerate(prompts), enumerate(alphas)):
+            row = {"prompt": prompt, "reward_alpha": alpha, "camera_azimuth": seen}
+            for name, statistic in ("auc", auc), ("epic", epic_distance):
+                found = interval(statistic, by_prompt[:, p, a], good, episodes, resamples=300)
+                row |= dict(zip((name, f"{name}_low", f"{name}_high"), found))
+            table.append(row | {"rewards": by_prompt[:, p, a]})
+    out = results_folder(out.with_name(f"{out.name}_{task}"))
+    figures.draw_prompts(out / "prompts.png", f"{task}, {figures.short(model.clip_model)}", table)
+    table.sort(key=lambda row: (-round(row["auc"], 3), row["epic"]))
+    best = table[0]
+    print(f"{task}: {len(rows)} states, {100 * good.mean():.1f} % good ({labels})")
+    print(f"{'AUC (95 % interval)':24} {'EPIC (95 % interval)':24} alpha  azimuth  prompt")
+    for row in table[:20]:
+        auc_words = "{auc:.3f} ({auc_low:.3f} to {auc_high:.3f})".format(**row)
+        epic_words = "{epic:.3f} ({epic_low:.3f} to {epic_high:.3f})".format(**row)
+        print(f"{auc_words:24} {epic_words:24} {row['reward_alpha']:5.2f}  ", end="")
+        print(f"{row['camera_azimuth']:8} {row['prompt']}")
+    columns = [name for name in best if name != "rewards"]
+    datasets.write_csv(out / "prompts.csv", columns, table)
+    data.flags["camera_azimuth"] = list(map(float, best["camera_azimuth"].split()))
+    with pictures(data) as pool:
+        cells = extremes(pool, states, good, best["rewards"])
+    figures.write_sheet(out / "states.png", cells)
+    print(f"wrote {out}/prompts.csv ({len(table)} rows), prompts.png, states.png (by the best, ten")
+    print("states each: highest rewards, highest of those not good, lowest of those that are)")
+    print(f"train with the best:\n    {training_command(data, model, best)}")
+
+
+def extremes(pool, states, good, rewards):
+    """Cells of a contact sheet: ten states each that a reward likes best, that it likes best though
+    they are not good, and that it likes least though they are."""
+    order = np.argsort(-rewards, kind="stable")
+    chosen = [order, order[~good[order]], order[good[order]][::-1]]
+    rows = np.concatenate([np.resize(part[:10], 10) for part in chosen])
+    frames = pool.render(states[rows], 120)
+    words = (f"{rewards[row]:.3f}" for row in rows)
+    return list(map(figures.framed, frames, words, good[rows]))
+
+
+def training_command(data, model, row):
+    """The command line that trains on one of the combinations."""
+    flags = data.flags
+    words = [f"python {data.arguments['script']}.py --env-id {flags['env_id']}"]
+    words += [f"--target-prompt {shlex.quote(row['prompt'])} --clip-model {model.clip_model}"]
+    if row["reward_alpha"]:
+        quoted = " ".join(map(shlex.quote, model.baseline_prompt))
+        words += [f"--reward-alpha {row['reward_alpha']:g} --baseline-prompt {quoted}"]
+    if row["camera_azimuth"]:
+        words += [f"--camera-azimuth {row['camera_azimuth']}"]
+    return " ".join([*words, f"--render-size {flags['render_size']}"])
+
+
 def sheet(dataset: Path, judge: str | None = None, count: Few = 20) -> None:
     """Pictures of a dataset, and of states that judges accept (green frames) and reject (red), to
     check at a glance, in a new folder sheets beside it.
@@ -471,7 +499,7 @@ def play(run, checkpoint, compare, episodes, judge):
     UsageError before anything slow."""
     chosen = [(run, checkpoint)] + [(compare, "best")] * bool(compare)
     runs = [load_run(folder) for folder, _ in chosen]
-    task = task_of(judge, clip_reward.flags(runs[0]))
+    task = task_of(judge, flags_of(runs[0]))
     if task.env_ids and runs[-1].env_id not in task.env_ids:
         raise UsageError(f"--compare {compare}: {runs[-1].env_id} has no {task.name}")
     paths = [checkpoint_paths(folder, [name]) for folder, name in chosen]
@@ -663,9 +691,9 @@ def parsed(command):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    commands = (landscape, collect, epic, sheet, success, label)
+    commands = (landscape, prompts, collect, epic, sheet, success, label)
     try:
-        with clip_reward.errors_in_one_line():
+        with errors_in_one_line():
             command = tyro.extras.subcommand_cli_from_dict(
                 {command.__name__: parsed(command) for command in commands},
                 description=__doc__,

@@ -5,20 +5,16 @@ One GPU, the paper's setting (ViT-bigG-14, 10 million steps):
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
 
-Several GPUs (one process each, which draws and scores its share of every rollout):
+Several GPUs, a process each (instead of their names `ray`: all GPUs of a Ray cluster, see README):
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \\
         --reward-devices cuda:0 cuda:1 cuda:2 cuda:3
 
-All GPUs of a Ray cluster (`ray start --head` here, `ray start --address HEAD:6379` elsewhere):
-
-    python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --reward-devices ray
-
 Offline on a laptop, with the small CLIP that comes with the project:
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \\
-        --clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 145 --num-envs 8 \\
-        --total-timesteps 48000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \\
+        --clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 150 210 --num-envs 8 \\
+        --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \\
         --entropy-coef 0.05 --normalize-observations --layer-norm
 
 Another task (any of Gymnasium's with continuous actions, MODULE:NAME of your own included):
@@ -41,6 +37,9 @@ from typing import Annotated, Literal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
 
+import clip_reward  # before torch: it bounds how long threads spin
+
+# isort: split
 import gymnasium as gym
 import numpy as np
 import torch
@@ -49,14 +48,15 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from PIL import Image
 
-import clip_reward
 import egl_render
 from egl_render import Count, LearningRate, Positive, UsageError
-from environments import vector
+from environments import classic, vector
+from training.flags import RunArgs, parse_args
+from training.run import Rings, Run, compile_update, load_judge, make_pool, seed_everything
 
 
 @dataclass
-class Args(clip_reward.RunArgs):
+class Args(RunArgs):
     reward: clip_reward.RewardArgs = field(default_factory=clip_reward.RewardArgs)
     render: egl_render.RenderArgs = field(default_factory=egl_render.RenderArgs)
 
@@ -103,7 +103,8 @@ class Args(clip_reward.RunArgs):
     """the entropy coefficient, with --autotune only where it starts"""
 
     def __post_init__(self):
-        if not self.reward.baseline_prompt and self.env_id.startswith("Humanoid"):
+        given = self.reward.baseline_prompt or self.reward.baseline_image
+        if not given and self.env_id.startswith("Humanoid"):
             self.reward.baseline_prompt = ("a humanoid robot",)
 
 
@@ -113,10 +114,11 @@ def check_args(args: Args) -> None:
     if args.autotune and args.entropy_coef == 0:
         raise UsageError("--entropy-coef 0.0 cannot be tuned (see --no-autotune)")
     scene, observation_dim, action_dim = check_env(args.env_id)
-    if scene == "frames" and args.judge:
-        raise UsageError(f"--judge {args.judge} judges states; {args.env_id} is drawn by render()")
+    for flag, given in ("judge", args.judge), ("camera-azimuth", args.render.camera_azimuth):
+        if scene == "frames" and given:
+            raise UsageError(f"--{flag} {given} wants states; {args.env_id} is drawn by render()")
     args.check_memory(observation_dim + action_dim + 1)
-    args.reward.check(frames=args.total_timesteps)
+    args.reward.check(frames=args.total_timesteps * args.render.views)
 
 
 MOUNTAIN_CAR = "MountainCarContinuous-v0"  # a goal that absorbs, and steps of microseconds
@@ -143,21 +145,6 @@ def check_env(env_id: str) -> tuple[Literal["states", "frames"], int, int]:
     has_state = hasattr(env.unwrapped, "data") or env_id == MOUNTAIN_CAR
     sizes = gym.spaces.flatdim(env.observation_space), math.prod(actions.shape)
     return "states" if has_state else "frames", *sizes
-
-
-class AbsorbingGoal(gym.Wrapper):
-    """The car stays where it reaches the goal, and is paid nothing more; `info` has "success"."""
-
-    def reset(self, **kwargs):
-        self.arrived = None  # the observation there
-        return self.env.reset(**kwargs)
-
-    def step(self, action):
-        observation, reward = self.arrived, 0.0
-        if observation is None:
-            observation, reward, reached, _, _ = self.env.step(action)
-            self.arrived = observation if reached else None
-        return observation, reward, False, False, {"success": self.arrived is not None}
 
 
 class SceneInInfo(gym.Wrapper):
@@ -204,7 +191,7 @@ def make_env(args: Args):
         except TypeError:  # a task without health
             env = gym.make(args.env_id, **kwargs)
         if args.env_id == MOUNTAIN_CAR:
-            env = AbsorbingGoal(env)
+            env = classic.AbsorbingGoal(env)
         if len(env.observation_space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
         return SceneInInfo(env, args.render.render_size)
@@ -316,7 +303,7 @@ class Actor(nn.Module):
         return self.to_env(torch.tanh(mean))
 
 
-class ReplayBuffer(clip_reward.Rings):
+class ReplayBuffer(Rings):
     """A ring of whole rollouts, float32. Fixed-length episodes have no reset inside, so the next
     observation is the following row: T + 1 rows for T steps, half the memory of storing both."""
 
@@ -414,17 +401,17 @@ def update(batch, learner, args: Args):
 
 
 if __name__ == "__main__":
-    args = clip_reward.parse_args(Args, __doc__)
+    args = parse_args(Args, __doc__)
     check_args(args)
     scene, observation_dim, action_dim = check_env(args.env_id)
     use_clip = args.reward.reward == "clip"
-    judge = clip_reward.load_judge(args)
+    judge = load_judge(args)
     T, N = args.episode_length, args.num_envs
-    device = clip_reward.seed_everything(args)
+    device = seed_everything(args)
     # The reward workers start in the background, and load CLIP while the environments are made.
     draw = functools.partial(make_renderer, args) if scene == "states" else None
-    pool = clip_reward.make_pool(args, draw)
-    run = clip_reward.Run(args)
+    pool = make_pool(args, draw)
+    run = Run(args)
 
     if args.env_id == "Humanoid-v5":
         from environments.humanoid import HumanoidVectorEnv
@@ -440,7 +427,7 @@ if __name__ == "__main__":
     actor = learner["actor"]
     learn = functools.partial(update, learner=learner, args=args)
     if args.compile:
-        learn = clip_reward.compile_update(learn, device)
+        learn = compile_update(learn, device)
 
     rollouts = min(args.buffer_size, args.total_timesteps + T * N - 1) // (T * N)
     buffer = ReplayBuffer(rollouts, T, N, observation_dim, action_dim, device)

@@ -43,6 +43,7 @@ import sac_clip_humanoid as sac
 import numpy as np
 import torch
 import tyro
+from training.flags import flags_of
 # isort: on
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,7 +190,7 @@ def main():
     device = torch.cuda.get_device_name(devices[0]) if cuda else "cpu"
     machine = f"{device}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
     print(f"{args.env_id}, {args.reward.clip_model}, {args.render.render_size} px; {machine}")
-    result = {"machine": machine, "args": clip_reward.flags(args)}
+    result = {"machine": machine, "args": flags_of(args)}
 
     def keep(**more):
         result.update(more)

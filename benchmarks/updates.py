@@ -22,9 +22,9 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # isort: off
-import clip_reward  # before torch: it bounds how long threads spin
-import dqn_clip_classic as dqn
+import dqn_clip_classic as dqn  # before torch: it bounds how long threads spin
 import sac_clip_humanoid as sac
+from training.run import compile_update
 import gymnasium as gym
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ def make_train(algorithm, device, row):
     width, space, batch_size = SPACES[algorithm]
     update, buffer = make(script.Args(compile=row != "plain"), width, space, torch.device(device))
     if row == "compiled":
-        update = clip_reward.compile_update(update, torch.device(device))
+        update = compile_update(update, torch.device(device))
 
     def train(updates):
         for _ in range(updates):

@@ -157,3 +157,37 @@ def draw_landscape(path, panels):
         ax.title.set_size("medium")
         ax.locator_params(nbins=6)
     save_with_legend(figure, path, columns=6)
+
+
+def draw_prompts(path, title, table):
+    """AUC and EPIC distance of prompts (rows), cameras (columns) and alphas (panels).
+
+    table: rows {prompt, camera_azimuth, reward_alpha, auc, epic}, one of each combination.
+    """
+    keys = "prompt", "camera_azimuth", "reward_alpha"
+    names = prompts, cameras, alphas = [list(dict.fromkeys(r[k] for r in table)) for k in keys]
+    width, height = 3 + len(alphas) * (0.6 + 0.6 * len(cameras)), 1.6 + 0.8 * len(prompts)
+    figure = new_figure(width, height, title)
+    panels = figure.subplots(2, len(alphas), squeeze=False, sharex=True, sharey=True)
+    for name, colors, row_of_panels in zip(("auc", "epic"), ("viridis", "viridis_r"), panels):
+        values = np.empty([len(x) for x in names])
+        for row in table:
+            values[tuple(x.index(row[k]) for x, k in zip(names, keys))] = row[name]
+        for k, ax in enumerate(row_of_panels):
+            ax.imshow(values[..., k], colors, vmin=values.min(), vmax=values.max(), aspect="auto")
+            ax.set_title(
+                f"{'AUC' if name == 'auc' else 'EPIC'}, alpha {alphas[k]:g}", size="medium"
+            )
+            ax.set_xticks(range(len(cameras)), cameras, rotation=30, ha="right", size="small")
+            ax.set_yticks(range(len(prompts)), prompts, size="small")
+            for (i, j), value in np.ndenumerate(values[..., k]):
+                ax.text(
+                    j,
+                    i,
+                    f"{value:.3f}",
+                    ha="center",
+                    va="center",
+                    size="x-small",
+                    color="black" if (value > np.median(values)) == (name == "auc") else "white",
+                )
+    figure.savefig(path)

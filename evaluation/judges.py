@@ -185,8 +185,8 @@ def _crossed(f):
 
 
 def _standing(f):
-    special = _raised(f) | _on_hips(f) | _crossed(f)
-    return _stands(f) & _feet(f).all(1) & ~special
+    """On both feet, with the arms anywhere: "upright without falling" (the paper's appendix)."""
+    return _stands(f) & _feet(f).all(1)
 
 
 def _kneeling(f):
@@ -217,9 +217,9 @@ def _splits(f):
 
 HUMANOID = {
     "standing": _standing,
-    "arms_raised": lambda f: _stands(f) & _feet(f).all(1) & _raised(f),
-    "hands_on_hips": lambda f: _stands(f) & _feet(f).all(1) & _on_hips(f),
-    "arms_crossed": lambda f: _stands(f) & _feet(f).all(1) & _crossed(f),
+    "arms_raised": lambda f: _standing(f) & _raised(f),
+    "hands_on_hips": lambda f: _standing(f) & _on_hips(f),
+    "arms_crossed": lambda f: _standing(f) & _crossed(f),
     "one_leg": lambda f: _stands(f) & ~_feet(f).all(1),
     "kneeling": _kneeling,
     "lotus": _lotus,
@@ -245,6 +245,7 @@ class Task:
     env_ids: tuple[str, ...] = ()  # empty: any
     target_prompt: str = ""
     baseline_prompt: str = ""
+    paraphrases: tuple[str, ...] = ()  # other ways to say the target prompt
     episode_rule: str = "for at least half of the clip"  # that makes an episode a success
 
     @property

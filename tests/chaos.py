@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import helpers
 import tyro
 
-import clip_reward
+from training.flags import checkpoints
 
 COMMON = f"""--num-envs 2 --episode-length 12 --render-size 64 --hidden-size 32 --batch-size 16
     --gradient-steps 6 --learning-starts 24 --checkpoint-freq 48 --video-freq 96 --worker-timeout 5
@@ -99,7 +99,7 @@ class Chaos:
     def resumed(self):
         """{step: path} of the run that goes on: one that was killed before its first checkpoint
         leaves its folder, and is begun anew."""
-        found = [clip_reward.checkpoints(path) for path in self.left_over.glob("*")]
+        found = [checkpoints(path) for path in self.left_over.glob("*")]
         return next(filter(None, found), {})
 
     def die(self, kind):

@@ -11,6 +11,7 @@ import torch
 
 import clip_reward
 import egl_render
+from training.flags import checkpoints
 
 egl_render.setup_gl()  # before any test imports mujoco
 ROOT = Path(clip_reward.__file__).resolve().parent
@@ -142,7 +143,7 @@ def only_run(runs_dir):
 
 def checkpoint(folder, name=None):
     """A run's newest, or another."""
-    name = name or f"step_{max(clip_reward.checkpoints(folder))}"
+    name = name or f"step_{max(checkpoints(folder))}"
     return torch.load(folder / f"checkpoints/{name}.pt", weights_only=True)
 
 

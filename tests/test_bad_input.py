@@ -13,10 +13,10 @@ import pytest
 import torch
 from helpers import ROOT, TINY, run
 
-import clip_reward
 import dqn_clip_classic
 import eval_epic
 import sac_clip_humanoid
+from training.flags import flags_of
 
 SAC, DQN, EVAL = sac_clip_humanoid.__file__, dqn_clip_classic.__file__, eval_epic.__file__
 GOOD = {
@@ -74,6 +74,10 @@ BOTH = """
 --reward-alpha 0.5 --baseline-prompt=       | --baseline-prompt
 --reward-alpha 0.5 --target-prompt thing --baseline-prompt Thing%20 | the same
 --target-prompt {long}                      | too long
+--target-image /nowhere.png                 | /nowhere.png
+--target-image {readme}                     | no picture
+--baseline-image {folder}                   | no picture
+--view-reduction max                        | --view-reduction
 --clip-model=                               | --clip-model
 --clip-model ViT-B-32                       | nearest
 --clip-model ViT-B-32/laion2b               | nearest
@@ -121,6 +125,8 @@ ROWS = {
 --policy-lr 0                               | --policy-lr 0
 --policy-lr 1e30                            | --policy-lr 1e+30
 --q-lr inf                                  | --q-lr inf
+--env-id Pendulum-v1 --camera-azimuth 90 180 | --camera-azimuth
+--env-id MountainCarContinuous-v0 --camera-azimuth 90 | no camera
 """,
     DQN: """
 --reward-alpha 0.5                          | --baseline-prompt
@@ -138,6 +144,7 @@ ROWS = {
 --learning-rate 1e30                        | --learning-rate 1e+30
 --max-grad-norm 0                           | --max-grad-norm 0
 --max-grad-norm nan                         | --max-grad-norm nan
+--camera-azimuth 90 180                     | no camera
 """,
     EVAL: """
                                             | subcommand
@@ -158,6 +165,15 @@ collect --source run --run {run} --out {folder}/a.npz --episodes {huge} | --epis
 collect --source run --run {run} --out {folder}/a.npz --every 0 | --every 0
 collect --source run --run {run} --out {folder}/a.npz --every 1000 | --every 1000
 collect --source run --run {run} --out {folder}/a.npz --checkpoints 7 | step_7.pt
+prompts                                     | --task
+prompts --task flying                       | --task
+prompts --task kneeling --clip-model local-dir:tiny_clip --alphas 2 | --alphas 2
+prompts --task kneeling --clip-model local-dir:tiny_clip --alphas | --alphas
+prompts --task kneeling --clip-model local-dir:tiny_clip --prompts a a | --prompts a a
+prompts --task kneeling --clip-model local-dir:tiny_clip --azimuths 1000 | --azimuths 1000
+prompts --task kneeling --clip-model local-dir:tiny_clip --dataset /nowhere.npz | /nowhere.npz
+prompts --task kneeling --clip-model local-dir:tiny_clip --dataset {data} | has no kneeling
+prompts --task kneeling --clip-model nonsense | nearest
 epic --dataset /nowhere.npz                 | /nowhere.npz
 epic --dataset {readme}                     | README.md
 epic --dataset {data} --clip-model=         | --clip-model
@@ -216,7 +232,7 @@ def places(tmp_path_factory):
     (top / "taken.npz").touch()
     (run_dir / "checkpoints").mkdir(parents=True)
     args = dqn_clip_classic.Args(episode_length=20)
-    (run_dir / "args.json").write_text(json.dumps(clip_reward.flags(args)))
+    (run_dir / "args.json").write_text(json.dumps(flags_of(args)))
     columns = eval_epic.datasets.uniform_columns("CartPole-v1", 50, 0)
     data = eval_epic.make_dataset(dqn_clip_classic.Args(), columns, {"source": "uniform"})
     eval_epic.datasets.save_dataset(data, top / "data.npz")

@@ -28,6 +28,7 @@ from clip_reward import (
     UsageError,
     load_clip,
 )
+from training.flags import from_flags
 
 TINY = helpers.TINY
 TARGETS = [helpers.KNEELING, "a robot on its knees"]
@@ -89,6 +90,37 @@ def test_one_picture_or_many_as_tensor_or_array(tiny, frames):
     for picture in (frames[2], torch.from_numpy(frames[2])):
         assert reward.embed_images(picture).shape == (1, text_embeddings(["x"]).shape[1])
         torch.testing.assert_close(reward(picture), expected[2:3], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_several_views_of_a_state_are_averaged_or_the_worst_counts(tiny, frames, alpha):
+    views = frames[:6].reshape(3, 2, *frames.shape[1:])
+    for name, reduce in ("mean", np.mean), ("min", np.min):
+        reward = CLIPReward(tiny, TARGETS, BASELINES, alpha, view_reduction=name)
+        each = np.stack([reward(views[:, v]).numpy() for v in range(2)], 1)
+        assert np.abs(each[:, 0] - each[:, 1]).max() > 1e-3
+        np.testing.assert_allclose(reward(views).numpy(), reduce(each, 1), atol=1e-6)
+    assert reward.embed_images(views).shape[:2] == (3, 2)
+
+
+def test_pictures_as_goals_count_as_sentences_do(tiny, frames, tmp_path):
+    paths = [str(tmp_path / f"{n}.png") for n in range(3)]
+    for path, frame in zip(paths, frames):
+        Image.fromarray(frame).save(path)
+    Image.fromarray(frames[0]).convert("RGBA").save(paths[0])  # with transparency
+    words, s = text_embeddings(TARGETS), CLIPReward(tiny, TARGETS).embed_images(frames)
+    alone = CLIPReward(tiny, target_images=paths[:1])
+    np.testing.assert_allclose(alone(frames), s @ s[0], atol=1e-5)
+    assert alone(frames[:1]).item() == pytest.approx(1, abs=1e-5)
+    mixed = CLIPReward(tiny, TARGETS, BASELINES[:1], 0.5, paths[:2], paths[2:])
+    g = np.concatenate([words, s[:2]]).mean(0)
+    b = np.concatenate([text_embeddings(BASELINES[:1]), s[2:3]]).mean(0)
+    np.testing.assert_allclose(mixed.g, g, atol=1e-5)
+    np.testing.assert_allclose(mixed.b, b, atol=1e-5)
+    (tmp_path / "text.png").write_text("not a picture")
+    for path in (tmp_path / "text.png", tmp_path / "none.png", tmp_path):
+        with pytest.raises(UsageError, match=f"{path} is no picture"):
+            RewardArgs(target_image=(str(path),), clip_model=TINY).check(1)
 
 
 def test_a_second_reward_of_the_same_clip_and_workers_without_words(tiny, frames):
@@ -162,15 +194,18 @@ def test_a_loaded_model_has_its_own_preprocessing(frames, kind, request):
 # ------------------------------------------------------------------------------ loading
 
 
-def test_importing_bounds_the_spinning_of_threads_before_torch():
-    script = """
+@pytest.mark.parametrize(
+    "module", ["clip_reward", "sac_clip_humanoid", "dqn_clip_classic", "eval_epic"]
+)
+def test_importing_bounds_the_spinning_of_threads_before_torch(module):
+    script = f"""
         import os, sys
         class Finder:
-            def find_spec(name, path, target):
+            def find_spec(name, path, target=None):
                 if name == "torch" and "GOMP_SPINCOUNT" not in os.environ:
                     sys.exit("too late")
         sys.meta_path.insert(0, Finder)
-        import clip_reward
+        import {module}
         print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules)
     """
     for given, expected in ({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"):
@@ -302,7 +337,7 @@ def test_rewards_are_the_same_to_the_last_bit_whoever_computes_them():
         target_prompt=TARGETS, baseline_prompt=BASELINES, reward_alpha=0.3, clip_model=TINY
     )
     make_reward = functools.partial(clip_reward.make_clip_reward, args=args)
-    seen = clip_reward.from_flags(sac.Args, {"render_size": 64})
+    seen = from_flags(sac.Args, {"render_size": 64})
     make_renderer = functools.partial(sac.make_renderer, seen)
     states = helpers.humanoid_states(90)
     states[::2, 0] += 5.0  # metres: where the floor is drawn must not depend on the picture before

@@ -19,6 +19,7 @@ from helpers import ROOT
 
 import clip_reward
 import sac_clip_humanoid as sac
+from training.flags import flags_of, parse_args
 
 FILES = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / "kube").glob("*.yaml")}
 JOB, RAY, VOLUME = (FILES[name] for name in ("job.yaml", "rayjob.yaml", "volume.yaml"))
@@ -94,7 +95,7 @@ def test_the_script_takes_the_command_and_resumes(command, tmp_path, monkeypatch
     monkeypatch.setattr(clip_reward, "check_model", lambda *_: None)
     monkeypatch.setattr(clip_reward, "check_cost", lambda *_: None)
     monkeypatch.setattr(clip_reward, "ray_cluster", lambda: (None, "GPU"))
-    args = clip_reward.parse_args(sac.Args, "")
+    args = parse_args(sac.Args, "")
     sac.check_args(args)
     assert args.reward.target_prompt == ("a humanoid robot kneeling",) and args.resume is None
     if command is not CONTAINERS[0]["command"]:
@@ -103,8 +104,8 @@ def test_the_script_takes_the_command_and_resumes(command, tmp_path, monkeypatch
     folder = tmp_path / "runs/run"  # as a first attempt leaves it
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints/step_8.pt").touch()
-    (folder / "args.json").write_text(json.dumps(clip_reward.flags(args)))
-    assert clip_reward.parse_args(sac.Args, "").resume == str(folder)
+    (folder / "args.json").write_text(json.dumps(flags_of(args)))
+    assert parse_args(sac.Args, "").resume == str(folder)
 
 
 def test_dockerfile_and_yaml_agree():

@@ -276,6 +276,19 @@ def test_single_values_override_a_camera_and_every_one_of_them_matters():
         assert all((first != second).any() for second in pictures[i + 1 :])
 
 
+def test_several_cameras_draw_what_each_of_them_draws_alone():
+    env, states = rollout("Humanoid-v5", 3)
+    cameras = choose_camera(RenderArgs(camera_azimuth=(150.0, 210.0, 90.0)), env)
+    assert [camera.azimuth for camera in cameras] == [150, 210, 90]
+    pictures = draw(env, states, camera=cameras)
+    assert pictures.shape[:2] == (3, 3)
+    for view, camera in enumerate(cameras):
+        np.testing.assert_array_equal(pictures[:, view], draw(env, states, camera=camera))
+    once = RenderArgs(camera_azimuth=145.0)  # as args.json of older runs has it
+    assert once.camera_azimuth == (145.0,) and RenderArgs(camera_azimuth=None).camera_azimuth == ()
+    assert RenderArgs(camera_azimuth=[1.0, 2.0]).views == 2 and RenderArgs().views == 1
+
+
 def test_flags_that_cannot_be_drawn_with_are_named():
     check_bounds(RenderArgs, vars(RenderArgs()))
     for name, value, words in (

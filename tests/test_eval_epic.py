@@ -6,11 +6,13 @@ import functools
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ import eval_epic
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from evaluation import datasets, figures, judges
+from training.flags import flags_of
 
 ROOT = Path(eval_epic.__file__).resolve().parent
 
@@ -152,7 +155,7 @@ def make_args(script, size=32, textured=True, **settings):
 def save_run(folder, args, checkpoints, key):
     """A run folder with the given {step: network}; the last one is best.pt as well."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps(clip_reward.flags(args)))
+    (folder / "args.json").write_text(json.dumps(flags_of(args)))
     for step, network in checkpoints.items():
         saved = {key: network.state_dict(), "global_step": step}
         torch.save(saved, folder / "checkpoints" / f"step_{step}.pt")
@@ -256,7 +259,7 @@ def test_what_is_not_said_about_pictures_is_as_the_run_had_it(runs, tmp_path):
     words = {"run": runs["humanoid"], "episodes": 1, "checkpoints": ("best",), "render": look}
     eval_epic.collect("run", tmp_path / "d.npz", **words)
     make_renderer = eval_epic.renderer_of(datasets.load_dataset(tmp_path / "d.npz"))
-    expected = {"render_size": 32, "textured": False, "camera": "paper", "camera_azimuth": 145.0}
+    expected = {"render_size": 32, "textured": False, "camera": "paper", "camera_azimuth": (145.0,)}
     render = make_renderer.args[0].render
     assert expected.items() <= vars(render).items() and tuple(render.camera_lookat) == (0, 0, 0.8)
 
@@ -278,7 +281,8 @@ def test_uniform_states_and_poses_are_what_they_say(data, tmp_path):
     assert len(library) == 15 and library.pose[0] == "kneeling"
     for name in judges.HUMANOID:
         passed = judges.TASKS[name].judge(library.states)
-        assert library.pose[passed].tolist() == [name]
+        with_arms = {"standing": {"arms_raised", "hands_on_hips", "arms_crossed"}}
+        assert set(library.pose[passed]) == {name} | with_arms.get(name, set())
     eval_epic.sheet(tmp_path / "p.npz", judge="splits", count=3)
     with Image.open(tmp_path / "p" / "sheets" / "splits.png") as sheet:
         top = [sheet.getpixel((x * (120 + 2 * figures.BORDER) + 1, 60)) for x in range(4)]
@@ -597,3 +601,67 @@ def test_landscape_writes_every_value_of_its_figure(tmp_path, capsys):
     goal = np.array([row["is_goal"] == "1" for row in cart])
     np.testing.assert_array_equal(goal, np.abs(values) <= np.radians(12))
     assert capsys.readouterr().out.count("Pearson correlation") == 6
+
+
+# ------------------------------------------------------------------------------ prompts
+
+
+def test_auc_and_its_interval():
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        x, good = rng.integers(0, 9, 80), rng.random(80) < 0.3
+        pairs = x[good][:, None] - x[~good][None]
+        expected = (pairs > 0).mean() + 0.5 * (pairs == 0).mean()
+        assert eval_epic.auc(x, good) == pytest.approx(expected)
+    assert math.isnan(eval_epic.auc(x, np.ones(80))) and eval_epic.auc(good, good) == 1
+    value, low, high = eval_epic.interval(eval_epic.auc, x, good, np.arange(80), 200)
+    assert low < value < high
+    # twenty states of four episodes know less than eighty of their own
+    _, wider_low, wider_high = eval_epic.interval(eval_epic.auc, x, good, np.arange(80) // 20, 200)
+    assert wider_high - wider_low != high - low
+
+
+def test_prompts_compares_every_combination_and_its_command_runs(tmp_path):
+    words = ["--task", "kneeling", "--clip-model", "local-dir:tiny_clip", "--render-size", 64]
+    words += ["--azimuths", 180, 90, "--alphas", 0, 1, "--per-pose", 6]
+    words += ["--prompts", "a humanoid robot kneeling", "it's a robot that is lying down"]
+    made = helpers.run(ROOT / "eval_epic.py", "prompts", *words, "--out", tmp_path / "p").stdout
+    out = tmp_path / "p_kneeling"
+    rows = read_table(out / "prompts.csv")
+    cameras = {row["camera_azimuth"] for row in rows}
+    assert len(rows) == 2 * 2 * 3 and cameras == {"180", "90", "180 90"}
+    for row in rows:
+        for name in ("auc", "epic"):
+            value, low, high = (float(row[key]) for key in (name, f"{name}_low", f"{name}_high"))
+            assert 0 <= low <= value <= high <= 1
+    ranks = [(-round(float(row["auc"]), 3), float(row["epic"])) for row in rows]
+    assert ranks == sorted(ranks) and rows[0]["prompt"] == "a humanoid robot kneeling"
+    assert float(rows[0]["auc"]) > 0.95 > 0.8 > float(rows[-1]["auc"])
+    # one of them again, by other means
+    row = next(r for r in rows if r["camera_azimuth"] == "180 90" and r["reward_alpha"] == "1.0")
+    states = datasets.facing_columns(6)["states"]
+    good = judges.TASKS["kneeling"].judge(states)
+    args = sac.Args()
+    args.render = egl_render.RenderArgs(render_size=64, camera_azimuth=(180.0, 90.0))
+    words = (row["prompt"],), ("a humanoid robot",), 1.0
+    reward = clip_reward.CLIPReward(clip_reward.load_clip("local-dir:tiny_clip"), *words)
+    renderer = sac.make_renderer(args)
+    expected = reward(renderer.render(states)).numpy()
+    renderer.close()
+    assert float(row["auc"]) == pytest.approx(eval_epic.auc(expected, good), abs=2e-3)
+    assert float(row["epic"]) == pytest.approx(eval_epic.epic_distance(expected, good), abs=2e-3)
+    for name in ("prompts.png", "states.png"):
+        assert Image.open(out / name).size[0] > 500
+    script, *flags = shlex.split(made.splitlines()[-1])[1:]
+    short = "--num-envs 1 --episode-length 4 --total-timesteps 4 --learning-starts 4 --video-freq 0"
+    short += " --gradient-steps 1 --batch-size 4 --hidden-size 8 --buffer-size 4"
+    helpers.run(ROOT / script, *flags, *short.split(), "--runs-dir", tmp_path / "runs")
+
+
+def test_prompts_of_a_classic_task_has_no_cameras(tmp_path):
+    model = eval_epic.Model(clip_model="local-dir:tiny_clip")
+    look = eval_epic.Look(render_size=64)
+    eval_epic.prompts("cartpole", model, look, per_pose=10, out=tmp_path / "p")
+    rows = read_table(tmp_path / "p_cartpole/prompts.csv")
+    assert len(rows) == 3 * 3 and {row["camera_azimuth"] for row in rows} == {""}
+    assert float(rows[0]["auc"]) > 0.95

@@ -6,10 +6,15 @@ import signal
 import subprocess
 import sys
 
+import gymnasium as gym
 import helpers
 import imageio.v2 as imageio
+import numpy as np
 import pytest
+from gymnasium.utils.env_checker import check_env
 from helpers import ROOT, gone, only_run, wait_until
+
+import clip_reward
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 GOOD = ("a leaning pole", "pole vertically upright on top of the cart")
@@ -111,3 +116,55 @@ def test_the_plot_shows_both_prompts_in_both_panels(finished):
     for panel in (picture[:, :half], picture[:, half:]):
         for color in ((31, 119, 180), (255, 127, 14)):  # Matplotlib's first two
             assert (abs(panel - color).max(-1) < 8).sum() > 30
+
+
+# ------------------------------------------------------------------------------ gym_wrapper.py
+
+
+@pytest.fixture
+def wrappers(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import gym_wrapper
+
+    return gym_wrapper
+
+
+def test_a_wrapped_environment_passes_gymnasiums_checks_and_pays_for_its_pictures(wrappers):
+    reward = clip_reward.CLIPReward(clip_reward.load_clip(helpers.TINY), ["a pole on a cart"])
+    make = {"id": "CartPole-v1", "render_mode": "rgb_array"}
+    check_env(wrappers.CLIPRewardWrapper(gym.make(**make).unwrapped, reward))
+    env = wrappers.CLIPRewardWrapper(gym.make(**make), reward)
+    plain = gym.make(**make)
+    env.reset(seed=1), plain.reset(seed=1)
+    for _ in range(30):  # through the end of the episode and into the next
+        *_, terminated, _, _ = plain.step(0)
+        _, paid, ended, _, info = env.step(0)
+        assert paid == pytest.approx(reward(plain.render()).item()) and ended == terminated
+        assert info["env_reward"] == 1
+        if terminated:
+            break
+    assert terminated
+
+
+def test_wrapped_vectors_pay_for_the_last_picture_and_not_for_the_reset(wrappers):
+    reward = clip_reward.CLIPReward(clip_reward.load_clip(helpers.TINY), ["a pole on a cart"])
+    make = {"id": "CartPole-v1", "render_mode": "rgb_array"}
+    envs = wrappers.CLIPRewardVectorWrapper(
+        gym.make_vec(num_envs=2, vectorization_mode="sync", **make), reward
+    )
+    one = gym.make(**make)
+    envs.reset(seed=3), one.reset(seed=3)
+    over = False
+    for _ in range(40):
+        _, rewards, terminations, _, _ = envs.step(np.zeros(2, int))
+        if over:
+            assert rewards[0] == 0, "the step that resets"
+            break
+        *_, over, _, _ = one.step(0)
+        assert rewards[0] == pytest.approx(reward(one.render()).item(), abs=1e-6)
+        assert terminations[0] == over
+    assert over
+    same = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    with pytest.raises(ValueError, match="last picture"):
+        envs = gym.make_vec(num_envs=2, vectorization_mode="sync", vector_kwargs=same, **make)
+        wrappers.CLIPRewardVectorWrapper(envs, reward)

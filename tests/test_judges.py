@@ -37,10 +37,13 @@ def test_every_task_of_the_library_has_a_judge_and_its_criterion_in_words():
     assert not re.search(r"(?m)^ *(from|import) .*(tiny_clip|poses)", inspect.getsource(judges))
 
 
+WITH_ARMS = ("arms_raised", "hands_on_hips", "arms_crossed")  # who does these stands as well
+
+
 @pytest.mark.parametrize("pose", poses.POSE_NAMES)
 def test_a_pose_passes_its_own_judge_and_no_other(verdicts, pose):
     for task, passed in verdicts[pose].items():
-        if task == pose:
+        if task == pose or (task == "standing" and pose in WITH_ARMS):
             assert passed.all(), f"{task} rejects {np.flatnonzero(~passed)} of its own poses"
         else:
             assert not passed.any(), f"{task} accepts {np.flatnonzero(passed)} of {pose}"
@@ -53,7 +56,7 @@ def test_a_blend_from_standing_switches_once(task):
         passed = judge_humanoid(path)
         changes = np.diff(passed[task].astype(int))
         assert not passed[task][0] and passed[task][-1] and np.abs(changes).sum() == 1
-        assert passed["standing"][0] and not passed["standing"][-1]
+        assert passed["standing"][0] and passed["standing"][-1] == (task in WITH_ARMS)
 
 
 def moved(qpos, **velocity):

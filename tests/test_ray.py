@@ -13,13 +13,14 @@ import pytest
 import test_runs
 from helpers import MeanReward, PaintRenderer, only_run, wait_until
 
-import clip_reward
 import eval_epic
 import sac_clip_humanoid as sac
 from clip_reward import RewardArgs, RewardPool, RewardWorkerError, UsageError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 from ray.cluster_utils import Cluster
+
+from training.flags import from_flags
 
 
 @contextlib.contextmanager
@@ -113,6 +114,20 @@ def test_a_node_may_go_and_another_come(tmp_path):
         assert wait_until(lambda: busy() == 3, 60)
 
 
+def actor_at_work():
+    """Number of the process of one that scores a chunk: Ray starts an idle one, or one that is not
+    ready yet, again before anybody asks."""
+    command = ["pgrep", "-f", "ray::_Remote.score"]
+    found = []
+
+    def look():
+        found[:] = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        return found
+
+    assert wait_until(look, 60)
+    return int(found[0])
+
+
 @test_runs.BOTH
 def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, script, tmp_path):
     more = ["--total-timesteps", 1440, "--video-freq", 720, "--clip-batch-size", 8, "--runs-dir"]
@@ -124,10 +139,7 @@ def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, 
     )
     for line in process.stdout:
         if line.startswith("step 240 "):
-            actors = subprocess.run(
-                ["pgrep", "-o", "-f", "ray::_Remote"], capture_output=True, text=True
-            )
-            os.kill(int(actors.stdout.split()[0]), signal.SIGKILL)
+            os.kill(actor_at_work(), signal.SIGKILL)
     assert process.wait() == 0
     local, ours = only_run(tmp_path / "local"), only_run(tmp_path / "ray")
     assert test_runs.equal(helpers.checkpoint(local), helpers.checkpoint(ours))
@@ -137,7 +149,7 @@ def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, 
 
 
 def test_rewards_for_epic_and_pictures_are_those_of_this_process(cluster):
-    seen = clip_reward.from_flags(sac.Args, {"render_size": 64})
+    seen = from_flags(sac.Args, {"render_size": 64})
     make_renderer = functools.partial(sac.make_renderer, seen)
     args = {"target_prompt": ("a humanoid robot kneeling",), "clip_model": helpers.TINY}
     states, rewards, frames = helpers.humanoid_states(70), [], []

@@ -23,7 +23,8 @@ import clip_reward
 import dqn_clip_classic as dqn
 import egl_render
 import sac_clip_humanoid as sac
-from clip_reward import UsageError, from_flags
+from clip_reward import UsageError
+from training.flags import flags_of, from_flags, latest_run, load_args, parse_args
 
 UPRIGHT = "pole vertically upright on top of the cart"
 SMALL = [
@@ -113,7 +114,7 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
         np.testing.assert_allclose(later[t], observation, rtol=1e-4, atol=1e-4)
         task = env.unwrapped
         states.append(np.hstack([task.data.qpos, task.data.qvel] if script is sac else task.state))
-    args = clip_reward.load_args(folder, script.Args)
+    args = load_args(folder, script.Args)
     reward = clip_reward.make_clip_reward("cpu", args.reward)
     with clip_reward.RewardPool(lambda: script.make_renderer(args), lambda _: reward, []) as pool:
         expected = pool.score(np.stack(states))
@@ -214,7 +215,7 @@ def test_the_environments_own_reward_needs_no_prompt_and_no_gl(script, tmp_path)
 @BOTH
 def test_help_lists_every_flag_and_examples_on_lines_of_their_own(script):
     text = run(script.__file__, "--help", COLUMNS="120").stdout
-    for name in clip_reward.flags(script.Args()):
+    for name in flags_of(script.Args()):
         assert "--" + name.replace("_", "-") in text
     examples = [line.strip(" │|") for line in text.splitlines() if "python " in line]
     assert len(examples) >= 4 and all(line.startswith("python ") for line in examples)
@@ -288,11 +289,11 @@ def test_one_lost_worker_is_replaced_and_two_in_a_rollout_end_the_run(script, tm
     assert restarts[0] == 0 and restarts[-1] == 1 and len(restarts) == stopped // 24
     run(*flags)
     assert only_run(tmp_path) == folder and checkpoint(folder)["global_step"] == 960
-    args = clip_reward.load_args(folder, script.Args)
+    args = load_args(folder, script.Args)
     args.checkpoint_freq = 7  # a flag that --resume may change
-    assert clip_reward.latest_run(args) == str(folder)
+    assert latest_run(args) == str(folder)
     args.seed = 2
-    assert clip_reward.latest_run(args) is None
+    assert latest_run(args) is None
 
 
 # ------------------------------------------------------------------------------ bad input
@@ -325,13 +326,13 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
 
     def parse(*arguments):
         monkeypatch.setattr(sys, "argv", ["script.py", "--resume", *arguments])
-        return clip_reward.parse_args(script.Args, "")
+        return parse_args(script.Args, "")
 
     folder, (other,) = str(tmp_path), {sac, dqn} - {script}
-    flags = clip_reward.flags(from_flags(script.Args, PROMPT | dict(hidden_size=32)))
+    flags = flags_of(from_flags(script.Args, PROMPT | dict(hidden_size=32)))
     contents = [
         (None, "not the folder of a run"),
-        (json.dumps(clip_reward.flags(other.Args())), "another script"),
+        (json.dumps(flags_of(other.Args())), "another script"),
         ("", "args.json is damaged"),
         ("{", "args.json is damaged"),
         ("[1]", "args.json is damaged"),
@@ -361,8 +362,8 @@ def test_flags_are_nested_here_and_flat_in_a_file():
     for script in (sac, dqn):
         args = from_flags(script.Args, PROMPT | dict(render_size=64, gamma=0.5))
         assert (args.reward.clip_model, args.render.render_size, args.gamma) == (TINY, 64, 0.5)
-        assert from_flags(script.Args, clip_reward.flags(args)) == args
+        assert from_flags(script.Args, flags_of(args)) == args
         own = {field.name for field in dataclasses.fields(script.Args)} - {"reward", "render"}
         groups = (clip_reward.RewardArgs, egl_render.RenderArgs)
         names = own.union(*({field.name for field in dataclasses.fields(kind)} for kind in groups))
-        assert clip_reward.flags(args).keys() == names
+        assert flags_of(args).keys() == names

@@ -1,15 +1,22 @@
 """SAC's tasks as a user meets them, and its parts against independent computations."""
 
+import dataclasses
+
 import gymnasium as gym
+import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
 from helpers import KNEELING, TINY, checkpoint, only_run, rings, run, scalars
+from PIL import Image
 
 import clip_reward
 import egl_render
 import sac_clip_humanoid as sac
-from clip_reward import UsageError, from_flags
+from clip_reward import UsageError
+from egl_render import RenderArgs
+from training.flags import from_flags, load_args
+from training.run import load_judge
 
 SMALL = [
     *("--num-envs", 2, "--episode-length", 12, "--render-size", 64, "--hidden-size", 32),
@@ -54,7 +61,7 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
     observations, actions, rewards = (ring[0].numpy() for ring in rings(folder))
     values, _ = scalars(folder)
     assert 0 <= values["charts/success_rate"][0].value <= 1
-    args = clip_reward.load_args(folder, sac.Args)
+    args = load_args(folder, sac.Args)
     env = sac.make_env(args)()
     env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
     states = np.stack([env.step(action)[4]["states"] for action in actions[:, 0]])
@@ -66,6 +73,33 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
     path.undo()
     np.testing.assert_allclose(rewards[:, 0], expected[0], atol=2e-3)
     assert np.abs(expected[0] - expected[1]).mean() > 0.01, "seen differently, rewarded differently"
+
+
+def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
+    """The rewards, drawn and scored again here one camera at a time."""
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 60, 3), np.uint8)).save(
+        tmp_path / "goal.png"
+    )
+    goal = ["--target-prompt", "--target-image", tmp_path / "goal.png"]
+    views = ["--camera-azimuth", 150, 210, "--view-reduction", "min", "--total-timesteps", 24]
+    folder = learn(tmp_path / "runs", *goal, *views)
+    args = load_args(folder, sac.Args)
+    assert args.reward.target_prompt == () and args.render.camera_azimuth == (150, 210)
+    _, actions, rewards = (ring[0].numpy() for ring in rings(folder))
+    env = sac.make_env(args)()
+    env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
+    states = np.stack([env.step(0.4 * action)[4]["states"] for action in actions[:, 0]])
+    reward, each = clip_reward.make_clip_reward("cpu", args.reward), []
+    for azimuth in args.render.camera_azimuth:
+        one = sac.make_renderer(
+            dataclasses.replace(args, render=RenderArgs(64, camera_azimuth=azimuth))
+        )
+        each.append(reward(one.render(states)).numpy())
+        one.close()
+    np.testing.assert_allclose(rewards[:, 0], np.minimum(*each), atol=2e-3)
+    assert np.abs(each[0] - each[1]).max() > 5e-3
+    (video,) = (folder / "videos").glob("*.mp4")
+    assert imageio.mimread(video)[0].shape == (240, 480, 3), "both views, side by side"
 
 
 def test_mountain_car_from_its_state(tmp_path):
@@ -92,7 +126,7 @@ def test_a_task_without_states_has_no_judge_of_states():
     args.reward.target_prompt = ("a pendulum",)
     with pytest.raises(UsageError, match="--judge"):
         sac.check_args(args)
-        clip_reward.load_judge(args)
+        load_judge(args)
 
 
 def test_humanoid_episodes_have_a_fixed_length_and_little_info():

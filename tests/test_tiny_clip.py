@@ -152,6 +152,68 @@ def test_truth_of_kneeling_rises_on_the_way_down():
     assert stats.spearmanr(np.arange(9), degree["kneeling"]).statistic > 0.8
 
 
+@pytest.mark.parametrize("task", [name for name in poses.TASKS if name != "standing"])
+def test_every_way_into_a_pose_rises_and_half_of_it_is_little(task):
+    """By the geometry that captions follow: a limb more is never worth less."""
+    rng = np.random.default_rng(12)
+    way = data.degrees(poses.describe(poses.blend(task, rng, np.linspace(0, 1, 21))))[task]
+    assert way[0] < 0.5 and way[-1] > 0.8 and np.diff(way).min() > -0.05
+    starts, goal = poses.sample("standing", rng, 50), poses.sample(task, rng)[0]
+    facts = poses.describe(starts)
+    hanging = (np.maximum(facts["right_hand_z"], facts["left_hand_z"]) < -0.4).nonzero()[0]
+    start = starts[hanging[0]]
+    for state in (start, goal):
+        poses.turn_to(state, 0.0)
+    if task == "one_leg":  # which has no half
+        return
+    # one arm, or one leg, or all of one side is still where it was
+    left = np.r_[14:18, 21:24]
+    half = goal.copy()
+    half[left] = start[left]
+    degree = data.degrees(poses.describe(np.stack([start, poses.put_down(half), goal])))[task]
+    assert degree[1] < 0.55 < 0.85 < degree[2]
+
+
+def test_who_leans_stands_less_and_to_whichever_side():
+    state = poses.sample("standing", np.random.default_rng(3))[0]
+    for way in ([1, 0, 0], [0, 1, 0], [-1, 0, 0], [0, -1, 0]):
+        leaning = np.stack([state] * 4)
+        for qpos, degrees in zip(leaning, (0, 10, 20, 30)):
+            qpos[3:7] = poses.rotate(qpos[3:7], way, np.radians(degrees))
+            poses.put_down(qpos)
+        standing = data.degrees(poses.describe(leaning))["standing"]
+        assert (np.diff(standing) < -0.1).all() and standing[0] > 0.95 and standing[-1] < 0.2
+
+
+def test_a_half_pose_lies_between_two_poses():
+    rng = np.random.default_rng(4)
+    start, goal = poses.sample("standing", rng)[0], poses.sample("arms_raised", rng)[0]
+    states = np.stack([poses.half(start, goal, rng) for _ in range(40)])
+    low, high = np.minimum(start, goal)[7:] - 1e-9, np.maximum(start, goal)[7:] + 1e-9
+    assert ((low <= states[:, 7:]) & (states[:, 7:] <= high)).all()
+    raised = data.degrees(poses.describe(states))["arms_raised"]
+    assert (raised < 0.3).any() and ((raised > 0.3) & (raised < 0.6)).any() and (raised > 0.8).any()
+    bottoms = [poses._bottoms(*poses._at(state)).min() for state in states]
+    np.testing.assert_allclose(bottoms, 0, atol=1e-9)
+
+
+def test_the_loss_asks_for_a_cosine_that_is_linear_in_the_degree():
+    qpos = poses.blend("arms_raised", np.random.default_rng(8), np.linspace(0, 1, 15))
+    degree = data.degrees(poses.describe(qpos))
+    target = data.SMOOTHING + (1 - 2 * data.SMOOTHING) * data.task_truth(degree)
+    logit = np.log(target / (1 - target))
+    for column, task in enumerate(poses.TASKS):
+        end = np.log(1 / data.SMOOTHING - 1)
+        np.testing.assert_allclose(logit[:, column], end * (2 * degree[task] - 1), atol=1e-6)
+
+
+def test_policies_states_are_kept_apart():
+    for_training, held_out = data.policy_states(), data.policy_states(held_out=True)
+    assert len(for_training) > 3 * len(held_out) > 300
+    np.testing.assert_allclose(np.linalg.norm(for_training[:, 3:7], axis=1), 1, atol=1e-3)
+    assert not {state.tobytes() for state in for_training} & {s.tobytes() for s in held_out}
+
+
 def test_pictures_are_shrunk_as_the_model_does_it():
     from clip_reward import load_clip
 

@@ -25,6 +25,8 @@ from PIL import Image
 import clip_reward
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
+from training.flags import checkpoints, load_args
+from training.run import load_checkpoint
 
 SMALL = "--num-envs 2 --episode-length 12 --hidden-size 32 --batch-size 16 --gradient-steps 6"
 SMALL = f"{SMALL} --learning-starts 24 --checkpoint-freq 24 --video-freq 0".split()
@@ -105,7 +107,7 @@ def test_a_run_that_lives_cannot_be_resumed(script, tmp_path):
         assert (folder / "args.json").read_bytes() == before
         alive.kill()
         alive.wait()
-        done = max(clip_reward.checkpoints(folder))
+        done = max(checkpoints(folder))
         with started(script.__file__, "--resume", folder, "--total-timesteps", done + 24) as second:
             assert second.wait(120) == 0, "its lock has died with it"
 
@@ -188,7 +190,7 @@ def test_a_reward_that_is_no_number_is_kept_with_its_picture(script, tmp_path):
     (scene,) = folder.glob("not_finite_*.npz")
     assert str(scene) in line
     states = np.load(scene)["states"]
-    args = clip_reward.load_args(folder, script.Args)
+    args = load_args(folder, script.Args)
     expected = script.make_renderer(args).render(states[None])[0]
     np.testing.assert_array_equal(np.asarray(Image.open(scene.with_suffix(".png"))), expected)
     assert checkpoint(folder)["global_step"] == 0
@@ -218,7 +220,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last(sc
     lines = printed.splitlines()
     assert process.returncode == 1 and "Traceback" not in printed and len(lines) <= 2, printed
     assert re.search(r"error: .*step_\d+\.pt could not be written: .*File too large", lines[-1])
-    last = max(clip_reward.checkpoints(folder))
+    last = max(checkpoints(folder))
     assert f"saved: step_{last}.pt" in lines[-1]
     assert checkpoint(folder)["global_step"] == last and not leftovers(folder)
     run(script.__file__, "--resume", folder, "--total-timesteps", last + 24)
@@ -292,7 +294,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, tmp_path):
     words = [script.__file__, *CHEETAH[script], *TRUTH, "--total-timesteps", 96, "--runs-dir"]
     run(*words, tmp_path / "whole")
     whole = only_run(tmp_path / "whole")
-    assert [*clip_reward.checkpoints(whole)] == [96, 72]
+    assert [*checkpoints(whole)] == [96, 72]
     for damage in (cut, flip, empty, foreign, Path.unlink):
         name = damage.__name__
         folder = shutil.copytree(whole, tmp_path / name)
@@ -308,7 +310,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, tmp_path):
         assert "step 96 " in process.stdout and "step 72 " not in process.stdout
         assert equal(checkpoint(folder), checkpoint(whole)), name
         assert equal(checkpoint(folder, "best"), checkpoint(whole, "best")), name
-    for path in clip_reward.checkpoints(folder).values():
+    for path in checkpoints(folder).values():
         cut(path)
     with started(script.__file__, "--resume", folder) as process:
         _, printed = process.communicate(timeout=120)
@@ -323,7 +325,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path):
 
     torch.save({"global_step": 1, "it": Evil()}, tmp_path / "step_1.pt")
     with pytest.raises(clip_reward.UsageError, match="step_1.pt is damaged or no checkpoint"):
-        clip_reward.load_checkpoint(tmp_path / "step_1.pt")
+        load_checkpoint(tmp_path / "step_1.pt")
     assert not (tmp_path / "owned").exists()
 
 
@@ -366,10 +368,10 @@ def test_a_killed_run_is_silent_and_a_signal_saves(script, tmp_path):
     with started(*words, "--checkpoint-freq", 10**6, "--runs-dir", tmp_path) as process:
         reaches(process, 48)
         folder = only_run(tmp_path)
-        assert not clip_reward.checkpoints(folder)
+        assert not checkpoints(folder)
         process.send_signal(signal.SIGUSR1)
-        assert wait_until(lambda: clip_reward.checkpoints(folder), 20)
-        reaches(process, max(clip_reward.checkpoints(folder)) + 24)
+        assert wait_until(lambda: checkpoints(folder), 20)
+        reaches(process, max(checkpoints(folder)) + 24)
         children = helpers.descendants(process.pid)
         process.kill()
         assert process.communicate(timeout=20)[1].strip() == ""

@@ -11,9 +11,9 @@ import torch
 from helpers import ROOT
 from helpers import run as run_script
 
-import clip_reward
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
+from training.run import compile_update, seed_everything
 
 OBSERVATIONS, ACTIONS, BATCH = 7, 3, 32
 
@@ -203,7 +203,7 @@ def test_compiled_updates_are_the_plain_ones(script):
             settings = learner = dqn.make_learner(args, OBSERVATIONS, space, device)
         update = functools.partial(script.update, **settings, args=args)
         if compiled:
-            update = clip_reward.compile_update(update, device)
+            update = compile_update(update, device)
         torch.manual_seed(2)
         rows = []
         for i, batch in enumerate(batches):
@@ -240,7 +240,7 @@ def test_the_benchmark_prints_and_writes_updates_per_second(tmp_path):
 
 def test_seeding_flushes_denormal_numbers_on_the_cpu():
     try:
-        clip_reward.seed_everything(sac.Args())
+        seed_everything(sac.Args())
         assert (torch.tensor(1e-30) * 1e-10).item() == 0, "Adam's averages of a dead unit"
     finally:
         torch.set_flush_denormal(False)

@@ -1,0 +1,70 @@
+"""How well a reward agrees with what is known of states: EPIC distance, AUC, their intervals."""
+
+import math
+import warnings
+
+import numpy as np
+
+
+def pearson(x, y):
+    """Correlation of x [N] and y [N]; nan if one of them is constant but for rounding."""
+    from scipy import stats  # takes a second
+
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if any(np.ptp(values) <= 1e-12 * np.abs(values).max() for values in (x, y)):
+        return math.nan
+    return float(stats.pearsonr(x, y).statistic)
+
+
+def epic_distance(x, y):
+    """EPIC distance of two rewards that depend on the next state alone (section 4.1 of arXiv
+    2310.12921), from their values x, y [N] on N states: sqrt((1 - rho) / 2); nan if constant.
+
+    Nothing is canonically shaped (definition 4.1 of arXiv 2006.13900) because shaping takes from
+    R(s, a, s') = f(s') only a constant, gamma E f(S'), which correlation does not see.
+    """
+    return math.sqrt((1 - pearson(x, y)) / 2)
+
+
+def auc(x, good):
+    """Chance that a state of which good [N] is true has more x [N] than one of which it is not
+    (half, where they are equal): 1 is perfect, 0.5 blind, nan without one of the two."""
+    from scipy import stats  # takes a second
+
+    good = np.asarray(good, bool)
+    true, false = good.sum(), (~good).sum()
+    if not true or not false:
+        return math.nan
+    return float((stats.rankdata(x)[good].sum() - true * (true + 1) / 2) / (true * false))
+
+
+def interval(statistic, x, y, episodes, resamples=2000, seed=0):
+    """`statistic(x, y)` of values [N] and its 95 % bootstrap interval: (value, low, high), nan
+    where undefined. Resamples in which it is undefined are left out.
+
+    Whole episodes are drawn, `episodes` [N] int says which a state is from: states of one episode
+    are alike, and with single ones the interval would be far too narrow.
+    """
+    from scipy import stats  # takes a second
+
+    value = statistic(x, y)
+    numbers, index = np.unique(episodes, return_inverse=True)
+    if math.isnan(value) or len(numbers) == 1:
+        return value, math.nan, math.nan
+
+    def resampled(drawn):
+        times = np.bincount(drawn, minlength=len(numbers))  # that each episode was drawn
+        return statistic(np.repeat(x, times[index]), np.repeat(y, times[index]))
+
+    settings = {"vectorized": False, "method": "percentile", "batch": 100, "rng": seed}
+    whole = (np.arange(len(numbers)),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # of resamples left out
+        drawn = stats.bootstrap(whole, resampled, n_resamples=resamples, **settings)
+    low, high = np.nanquantile(drawn.bootstrap_distribution, [0.025, 0.975])
+    return value, float(low), float(high)
+
+
+def epic_interval(x, y, episodes, resamples=2000, seed=0):
+    """`interval` of `epic_distance(x, y)`."""
+    return interval(epic_distance, x, y, episodes, resamples, seed)
