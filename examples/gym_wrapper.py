@@ -1,0 +1,85 @@
+"""CLIP's reward in place of any environment's own: for whatever trains on Gymnasium environments.
+
+    python examples/gym_wrapper.py                  # CartPole, one and four at once, with tiny_clip
+
+The environment draws itself (`render_mode="rgb_array"`) and every step is scored at once: simple,
+and as slow as drawing and scoring one picture after the other. Where rewards may come at the end of
+an episode, hand states to a RewardPool instead, as the scripts do.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not if it is installed
+
+from clip_reward import CLIPReward, load_clip
+
+# isort: split
+import gymnasium as gym
+import numpy as np
+
+
+class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
+    """The reward of a step is that of the picture after it; info["env_reward"] is the task's own.
+
+    Args:
+        env: with render_mode="rgb_array".
+        reward: maps pictures [B, H, W, 3] uint8 to rewards [B], as CLIPReward does.
+    """
+
+    def __init__(self, env, reward):
+        gym.utils.RecordConstructorArgs.__init__(self, reward=reward)  # for gym.make(env.spec)
+        gym.Wrapper.__init__(self, env)
+        self.reward = reward
+
+    def step(self, action):
+        observation, own, terminated, truncated, info = self.env.step(action)
+        reward = self.reward(self.env.render()).item()
+        return observation, reward, terminated, truncated, info | {"env_reward": own}
+
+
+class CLIPRewardVectorWrapper(gym.vector.VectorWrapper):
+    """The same for a vector environment; all pictures of a step are scored at once.
+
+    An environment that resets itself within the step that ends an episode would show the next
+    episode's first picture, so its autoreset mode must be "next step" (the default) or off; the
+    step that only resets is worth 0, as everywhere in Gymnasium.
+    """
+
+    def __init__(self, envs, reward):
+        super().__init__(envs)
+        mode = envs.metadata.get("autoreset_mode")
+        if mode == gym.vector.AutoresetMode.SAME_STEP:
+            raise ValueError(
+                "with autoreset in the same step the last picture of an episode is lost"
+            )
+        self.reward, self.resets = reward, mode == gym.vector.AutoresetMode.NEXT_STEP
+
+    def reset(self, **kwargs):
+        self.over = np.zeros(self.num_envs, bool)
+        return self.env.reset(**kwargs)
+
+    def step(self, actions):
+        observations, own, terminations, truncations, infos = self.env.step(actions)
+        rewards = self.reward(np.stack(self.env.render())).cpu().numpy().astype(np.float64)
+        rewards[self.over & self.resets] = 0
+        self.over = terminations | truncations
+        return observations, rewards, terminations, truncations, infos | {"env_reward": own}
+
+
+def main():
+    clip = load_clip("local-dir:tiny_clip")
+    reward = CLIPReward(clip, ["pole vertically upright on top of the cart"])
+    env = CLIPRewardWrapper(gym.make("CartPole-v1", render_mode="rgb_array"), reward)
+    env.reset(seed=1)
+    print("one:", [round(env.step(0)[1], 2) for _ in range(8)])  # the pole falls, the reward too
+    envs = gym.make_vec("CartPole-v1", num_envs=4, render_mode="rgb_array")
+    envs = CLIPRewardVectorWrapper(envs, reward)
+    envs.reset(seed=1)
+    for _ in range(3):
+        _, rewards, *_ = envs.step(envs.action_space.sample())
+        print("four:", rewards.round(2))
+
+
+if __name__ == "__main__":
+    main()
