@@ -68,6 +68,7 @@ coverage: setup browser
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 
 tensorboard: setup
 	$(PY) -m tensorboard.main --logdir runs

@@ -36,10 +36,12 @@ import timeit
 import traceback
 import types
 import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 # Before torch: threads that spin for long while they wait are quickest on an idle machine, but with
@@ -53,18 +55,23 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from annotated_types import Interval
+from numpy.typing import ArrayLike
 from PIL import Image
 from torch import nn
 
 import egl_render
 from egl_render import Positive, Share, UsageError
 
+Array = torch.Tensor | np.ndarray
+MakeRenderer = Callable | None
+MakeReward = Callable | None
+
 # ------------------------------------------------------------------------------ flags
 
 RAY_DEVICES = re.compile(r"ray(?::([1-9]\d*))?(?::(1|0?\.\d*[1-9]0*))?")  # how many, GPUs each
 
 
-def is_ray(devices):
+def is_ray(devices: Sequence[str]) -> bool:
     return any(device.startswith("ray") for device in devices)
 
 
@@ -147,7 +154,7 @@ class RewardArgs:
                 check_lengths(open_clip.get_tokenizer(arch, cache_dir=self.clip_cache_dir), prompts)
 
 
-def check_prompts(targets, baselines, alpha):
+def check_prompts(targets: Sequence[str], baselines: Sequence[str], alpha: float) -> None:
     """Raise UsageError for prompts, or files of pictures, and a --reward-alpha that make no
     reward."""
     if not targets or not all(map(str.strip, targets)):
@@ -162,7 +169,7 @@ def check_prompts(targets, baselines, alpha):
         raise UsageError(f"--baseline-prompt {baselines} is the target, too: the same")
 
 
-def load_image(path):
+def load_image(path: str | Path) -> np.ndarray:
     """[H, W, 3] uint8 of a picture's file. Raises UsageError."""
     try:
         with Image.open(path) as picture:
@@ -171,7 +178,7 @@ def load_image(path):
         raise UsageError(f"{path} is no picture that can be read: {first_line(error)}") from error
 
 
-def check_lengths(tokenizer, prompts):
+def check_lengths(tokenizer: Callable, prompts: Sequence[str]) -> None:
     """Raise UsageError for a prompt whose end the model would not read."""
     for text in prompts:
         shorter = re.sub(r"\w\W*$", "", text)  # by its last letter
@@ -192,8 +199,8 @@ OFFLINE_HELP = (
 class LoadedCLIP:
     """A CLIP ready to embed: open_clip model, its own tokenizer, its own preprocessing."""
 
-    model: nn.Module
-    tokenizer: object  # list[str] -> [B, context] int64
+    model: Any  # open_clip's
+    tokenizer: Callable[[list[str]], torch.Tensor]  # -> [B, context] int64
     preprocess: nn.Module  # [B, H, W, 3] uint8 -> [B, 3, h, w] float32, normalised
     device: torch.device
     dtype: torch.dtype  # of the image tower
@@ -206,7 +213,10 @@ class Preprocess(nn.Module):
         cfg: open_clip's preprocess dict: size, mean, std, interpolation, resize_mode, fill_color.
     """
 
-    def __init__(self, cfg):
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self, cfg: dict) -> None:
         super().__init__()
         import open_clip
 
@@ -221,7 +231,7 @@ class Preprocess(nn.Module):
         self.register_buffer("scale", 1 / (255 * std))
         self.register_buffer("shift", -mean / std)
 
-    def forward(self, frames):
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """[B, H, W, 3] uint8 -> [B, 3, h, w] float32."""
         from torchvision.transforms.v2 import functional as F
 
@@ -299,12 +309,12 @@ def _check_folder(name, folder):
         raise UsageError(f"--clip-model {name}: {path} is damaged: {first_line(error)}") from error
 
 
-def first_line(error):
+def first_line(error: BaseException) -> str:
     """An exception's first line, or what kind it is."""
     return next(iter(str(error).splitlines()), "")[:200] or repr(error)
 
 
-def check_model(name, cache_dir=None):
+def check_model(name: str, cache_dir: str | None = None) -> None:
     """Make sure that `load_clip(name)` will work: weights and tokenizer are there or get downloaded
     now, once for all workers. Raises UsageError for an unknown name (with the nearest), or if there
     is nothing to be had (with the offline way)."""
@@ -330,7 +340,7 @@ def check_model(name, cache_dir=None):
         raise UsageError(f"cannot get the weights of {name}: {cause}; {OFFLINE_HELP}") from error
 
 
-def model_without_weights(name):
+def model_without_weights(name: str) -> Any:
     """open_clip's model of that name on the device "meta", to be counted and not to be used."""
     import open_clip
 
@@ -343,7 +353,7 @@ def model_without_weights(name):
 
 
 @torch.no_grad()
-def image_flops(name):
+def image_flops(name: str) -> int:
     """Floating-point operations to embed one picture."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -355,7 +365,7 @@ def image_flops(name):
     return counter.get_total_flops()
 
 
-def check_cost(name, devices, frames, allow_slow=False):
+def check_cost(name: str, devices: Sequence[str], frames: int, allow_slow: bool = False) -> None:
     """Raise UsageError, or with `allow_slow` warn, of what would take a CPU over a day to score so
     many frames, by the model's operations and this CPU's measured speed. Nothing is downloaded."""
     on_cpu, arch = sum(device == "cpu" for device in devices), _resolve(name)[0]
@@ -385,7 +395,12 @@ def check_cost(name, devices, frames, allow_slow=False):
         print(f"WARNING: {cost} frames", file=sys.stderr)
 
 
-def load_clip(name, device="cpu", precision="auto", cache_dir=None):
+def load_clip(
+    name: str,
+    device: str | torch.device = "cpu",
+    precision: str = "auto",
+    cache_dir: str | None = None,
+) -> LoadedCLIP:
     """Load a CLIP-like model, its tokenizer and preprocessing -> LoadedCLIP, in eval mode.
 
     Args:
@@ -412,7 +427,7 @@ def load_clip(name, device="cpu", precision="auto", cache_dir=None):
     config = (open_clip.get_pretrained_cfg(arch, tag) if tag else {}) or {}
     # OpenAI's weights were trained with QuickGELU; open_clip only warns when the architecture's
     # default activation does not fit the weights, and gives wrong embeddings
-    options = {"force_quick_gelu": True} if config.get("quick_gelu") else {}
+    options: dict = {"force_quick_gelu": True} if config.get("quick_gelu") else {}
     if random:
         print(
             f"WARNING: {name} has RANDOM weights; its reward means nothing (tests and benchmarks)",
@@ -476,23 +491,28 @@ class CLIPReward(nn.Module):
     Raises UsageError as `check_prompts`, or if both prompts mean the same to the model.
     """
 
+    g: torch.Tensor
+    b: torch.Tensor
+    d: torch.Tensor
+
     def __init__(
         self,
-        clip,
-        target_prompts=(),
-        baseline_prompts=(),
-        alpha=0.0,
-        target_images=(),
-        baseline_images=(),
-        view_reduction="mean",
-    ):
+        clip: LoadedCLIP,
+        target_prompts: Sequence[str] = (),
+        baseline_prompts: Sequence[str] = (),
+        alpha: float = 0.0,
+        target_images: Sequence[str] = (),
+        baseline_images: Sequence[str] = (),
+        view_reduction: Literal["mean", "min"] = "mean",
+    ) -> None:
         super().__init__()
         targets = [*target_prompts, *target_images]
         check_prompts(targets, [*baseline_prompts, *baseline_images], alpha)
         check_lengths(clip.tokenizer, [*target_prompts, *baseline_prompts])
         self.model, self.preprocess = clip.model, clip.preprocess
         self.device, self.dtype, self.alpha = clip.device, clip.dtype, float(alpha)
-        self.reduce = {"mean": torch.mean, "min": torch.amin}[view_reduction]
+        reductions: dict[str, Any] = {"mean": torch.mean, "min": torch.amin}
+        self.reduce = reductions[view_reduction]
 
         @torch.no_grad()
         def embed(prompts, images):
@@ -512,7 +532,7 @@ class CLIPReward(nn.Module):
         self.register_buffer("d", d / d.norm().clamp_min(1e-12))  # unit direction of L
 
     @torch.no_grad()
-    def embed_images(self, frames):
+    def embed_images(self, frames: Array) -> torch.Tensor:
         """frames uint8 [B, H, W, 3], V views of each state [B, V, H, W, 3], or a single [H, W, 3],
         tensor on any device or array -> [B, D] or [B, V, D] float32 unit-norm, on the model's
         device."""
@@ -522,19 +542,19 @@ class CLIPReward(nn.Module):
         embeddings = self.model.encode_image(images.to(self.dtype))
         return nn.functional.normalize(embeddings.float(), dim=-1).unflatten(0, frames.shape[:-3])
 
-    def reward(self, embeddings):
+    def reward(self, embeddings: torch.Tensor) -> torch.Tensor:
         """embeddings [B, D] or [B, V, D] float32 unit-norm -> [B] float32."""
         on_line = self.b + ((embeddings - self.b) @ self.d)[..., None] * self.d
         mixed = self.alpha * on_line + (1 - self.alpha) * embeddings
         rewards = 1 - 0.5 * (mixed - self.g).square().sum(-1)
         return rewards if rewards.ndim == 1 else self.reduce(rewards, dim=1)
 
-    def forward(self, frames):
+    def forward(self, frames: Array) -> torch.Tensor:
         """frames as in `embed_images` -> [B] float32."""
         return self.reward(self.embed_images(frames))
 
 
-def make_clip_reward(device, args: RewardArgs):
+def make_clip_reward(device: str | torch.device, args: RewardArgs) -> CLIPReward:
     """What a worker calls to get its reward; bind `args` with functools.partial."""
     clip = load_clip(args.clip_model, device, args.clip_precision, args.clip_cache_dir)
     images = args.target_image, args.baseline_image, args.view_reduction
@@ -564,7 +584,7 @@ class NotFiniteError(RunError):
         frame: its picture [H, W, 3] uint8.
     """
 
-    def __init__(self, message, kind, scene, frame):
+    def __init__(self, message: str, kind: str, scene: np.ndarray, frame: np.ndarray) -> None:
         super().__init__(message)
         self.kind, self.scene, self.frame = kind, scene, frame
 
@@ -574,7 +594,9 @@ class Scorer:
     one owns the model and scores, so that chunk k + 1 is drawn while chunk k is scored. Arguments
     as of `RewardPool`."""
 
-    def __init__(self, make_renderer, make_reward, device):
+    def __init__(
+        self, make_renderer: MakeRenderer, make_reward: MakeReward, device: str | torch.device
+    ) -> None:
         self.device, self.make_renderer = torch.device(device), make_renderer
         self.cuda = self.device.type == "cuda"
         egl_render.setup_gl(device)  # before anything imports mujoco
@@ -592,14 +614,14 @@ class Scorer:
             renderer.result()
         self.reward = make_reward(self.device) if make_reward else None
 
-    def wait_ready(self):
+    def wait_ready(self) -> str:
         """Wait for renderer and model -> one line on what they run on."""
         self.loading.result()
         drawn_by = getattr(self.renderers.get(None), "description", "")
         line = f"reward worker on {self.device}"
         return f"{line}, pictures by {drawn_by}" if drawn_by else line
 
-    def submit(self, kind, batch, size=None):
+    def submit(self, kind: str, batch: np.ndarray, size: int | None = None) -> Future:
         """Start one chunk: "states" [B, S] or "frames" [B, H, W, 3] -> Future of (rewards [B]
         float32, seconds drawing, seconds scoring); "render", states -> Future of frames."""
         if kind == "render":
@@ -644,7 +666,7 @@ class Scorer:
             raise RewardWorkerError(f"{problem}; use a smaller --clip-batch-size") from error
         return rewards.numpy(), render_s, time.perf_counter() - began
 
-    def close(self):
+    def close(self) -> None:
         """Free the GL contexts, in the thread that made them: one left to the end of a process may
         crash it there."""
         with contextlib.suppress(RuntimeError):  # the interpreter is ending and its threads have
@@ -663,7 +685,7 @@ def _scorer(setup, device):
     return Scorer(*setup, device)
 
 
-def end_with_parent():
+def end_with_parent() -> None:
     """How a process of a run ends is for the run to decide: Ctrl-C and a SIGTERM to the whole group
     are not for this one, and when its parent is gone Linux kills it (one that is stopped or hangs
     would not notice)."""
@@ -694,7 +716,8 @@ def _serve(connection, device, *setup):
     os._exit(1)
 
 
-def death(exitcode):
+def death(exitcode: int) -> str:
+    """How a process ended, in words."""
     how = "was killed (out of memory?)" if exitcode == -signal.SIGKILL else "died"
     return f"{how}, exit code {exitcode}"
 
@@ -777,7 +800,7 @@ class _Process:
             self.process.join(5)  # one that is stuck in a driver dies later, or never
 
 
-def ray_cluster():
+def ray_cluster() -> tuple[types.ModuleType, str]:
     """Connect to the cluster that RAY_ADDRESS or `ray start` names, else start one on this machine
     -> (ray, "GPU" or, where it has none, "CPU"); waits for the first. Raises UsageError."""
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # 40 s for an address without a cluster
@@ -853,7 +876,8 @@ class _Actor:
         self.ray.kill(self.actor)
 
 
-def warn(line):
+def warn(line: str) -> None:
+    """Print a warning of one line to stderr."""
     with contextlib.suppress(OSError):  # of a pipe that nobody reads; print would keep the text
         os.write(2, f"WARNING: {line}\n".encode())
 
@@ -890,14 +914,19 @@ class RewardPool:
     """
 
     def __init__(
-        self, make_renderer, make_reward, devices=("cpu",), batch_size=64, worker_timeout=600
-    ):
+        self,
+        make_renderer: MakeRenderer,
+        make_reward: MakeReward,
+        devices: Sequence[str | torch.device] = ("cpu",),
+        batch_size: int = 64,
+        worker_timeout: int = 600,
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, not positive")
         self.batch_size, self.scores = batch_size, make_reward is not None
         self.timings, self.description, self.restarts = {}, [], 0
         self._queue, self._futures, self._closed = queue.SimpleQueue(), [], False
-        self._waiting, self._kind = [], None  # what is put and makes no full chunk yet
+        self._waiting, self._kind = [], ""  # what is put and makes no full chunk yet
         self._setup, self._timeout = (make_renderer, make_reward), worker_timeout
         self._workers, self._ready, self._threads = [], [], []
         self._working, self._losses = set(), 0  # lost since the last results, but for Ray's own
@@ -989,7 +1018,7 @@ class RewardPool:
             result = results.popleft()()
             under_way.popleft()[0].set_result(result)
 
-    def wait_ready(self):
+    def wait_ready(self) -> "RewardPool":
         """Wait until every worker, or the first of Ray's, has its renderer and its model. Raises
         UsageError, RewardWorkerError if one could not start."""
         if self._ray:
@@ -1002,7 +1031,7 @@ class RewardPool:
             self.description = self._results(self._ready)
         return self
 
-    def put(self, states=None, frames=None):
+    def put(self, states: ArrayLike | None = None, frames: ArrayLike | None = None) -> None:
         """Hand in states [B, S] float64 to be drawn and scored, or frames [B, H, W, 3] uint8; any
         B. Every full chunk is on its way when this returns."""
         if not self.scores:
@@ -1047,19 +1076,19 @@ class RewardPool:
         self._losses = 0
         return [future.result() for future in futures]
 
-    def take(self):
+    def take(self) -> np.ndarray:
         """Rewards [B] float32 of all that was put since the last time, in its order; waits. Raises
         RewardWorkerError if a second worker was lost; the pool is closed then. NotFiniteError."""
         self._send(1)
         sent, self._futures = self._futures, []
         results = self._results([future for future, _ in sent]) or [(np.empty(0, np.float32), 0, 0)]
-        rewards, render_s, clip_s = zip(*results)
+        parts, render_s, clip_s = zip(*results)
         workers = max(1, len(self._working))
         self.timings = {"render_s": sum(render_s) / workers, "clip_s": sum(clip_s) / workers}
-        if self._ray:
+        if self._cluster:
             with contextlib.suppress(self._cluster[0].exceptions.RayError):  # ask again next time
                 self._grow()
-        rewards = np.concatenate(rewards)
+        rewards = np.concatenate(parts)
         if not np.isfinite(rewards).all():
             self._raise_not_finite(rewards, np.concatenate([chunk for _, chunk in sent]))
         return rewards
@@ -1072,12 +1101,12 @@ class RewardPool:
         hint = "try --clip-precision bf16 or fp32"
         raise NotFiniteError(f"{words}; {hint}", self._kind, scene, frame)
 
-    def score(self, states=None, frames=None):
+    def score(self, states: ArrayLike | None = None, frames: ArrayLike | None = None) -> np.ndarray:
         """`put` and `take`: [B] float32."""
         self.put(states, frames)
         return self.take()
 
-    def render(self, states, size=None):
+    def render(self, states: ArrayLike, size: int | None = None) -> np.ndarray:
         """Draw states [B, S]: [B, H, W, 3] uint8, as they are scored or at another size; several
         views side by side."""
         states = np.asarray(states, np.float64)
@@ -1085,7 +1114,7 @@ class RewardPool:
         frames = self._results([self._submit("render", chunk, size) for chunk in chunks])
         return np.concatenate(frames)
 
-    def close(self):
+    def close(self) -> None:
         """End the workers. Safe to call twice."""
         if self._closed:
             return
@@ -1101,8 +1130,8 @@ class RewardPool:
         for thread in self._threads:  # one that still ran might crash an interpreter that ends
             thread.join(5)
 
-    def __enter__(self):
+    def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -22,12 +22,17 @@ import signal
 import sys
 import typing
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Interval
+
+if TYPE_CHECKING:
+    import mujoco
+    from torch.utils.tensorboard import SummaryWriter
 
 SCENES = Path(__file__).resolve().parent / "scenes"
 INSTALL_GL = "apt-get update && apt-get install -y libegl1 libgl1-mesa-dri libgles2"
@@ -50,7 +55,7 @@ LearningRate = Annotated[float, Interval(gt=0, le=1)]
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
-def check_bounds(owner, values):
+def check_bounds(owner: type | Callable, values: dict) -> None:
     """Raise UsageError, which names the flag, for one of `values` {name: value} that is outside the
     bounds in its type, as declared in `owner`, a dataclass or a function. nan is in no bounds."""
     for name, hint in typing.get_type_hints(owner, include_extras=True).items():
@@ -69,7 +74,7 @@ def check_bounds(owner, values):
 _device = "cpu"  # the torch device that setup_gl bound this process to
 
 
-def setup_gl(device="cpu"):
+def setup_gl(device: object = "cpu") -> None:
     """Have MuJoCo draw on a torch device, "cpu" or "cuda:i", before mujoco is imported, by
     environment variables. A MUJOCO_GL that is set stays. MuJoCo orders EGL's devices as CUDA does,
     CUDA_VISIBLE_DEVICES included."""
@@ -91,7 +96,7 @@ def setup_gl(device="cpu"):
 
 
 @functools.cache
-def gl_renderer():
+def gl_renderer() -> str:
     """What draws in this process, as OpenGL names it, e.g. "llvmpipe (LLVM 15.0.6, 256 bits)".
     Warns of drawing in software when bound to a CUDA device. Raises UsageError, with the command
     that installs it, where there is no OpenGL."""
@@ -119,12 +124,12 @@ def gl_renderer():
     return name
 
 
-def is_software(name):
+def is_software(name: str) -> bool:
     """True if `gl_renderer()`'s name is that of a renderer which runs on the CPU."""
     return any(part in name.lower() for part in ("llvmpipe", "softpipe", "swrast", "software"))
 
 
-def quiet_mujoco():
+def quiet_mujoco() -> None:
     """Drop MuJoCo's deprecation warnings about model files, which come once a process and into
     MUJOCO_LOG.TXT; who trains on Gymnasium's cannot mend them. Others go to stderr."""
     # glfw asks a Python process for its version, which would complain of a Ctrl-C
@@ -172,7 +177,7 @@ class RenderArgs:
         self.camera_azimuth = tuple(np.ravel(given).tolist())  # as older runs have it, or a list
 
     @property
-    def views(self):
+    def views(self) -> int:
         """How many pictures of a state there are."""
         return max(1, len(self.camera_azimuth))
 
@@ -195,7 +200,7 @@ PAPER_CAMERA = Camera(3.5, 180.0, -10.0, (0.0, 0.0, 1.0), track_body=1)
 CAMERA_VALUES = ("distance", "azimuth", "elevation", "lookat")
 
 
-def env_camera(env):
+def env_camera(env: Any) -> Camera:
     """The `Camera` of a Gymnasium MuJoCo environment's own `render()`. Where a task names none that
     looks at the geoms' median in its first picture; here in qpos0, the same in every worker."""
     import mujoco
@@ -213,7 +218,7 @@ def env_camera(env):
     )
 
 
-def choose_camera(args, env):
+def choose_camera(args: RenderArgs, env: Any) -> Camera | list[Camera]:
     """The `Camera` that `args`, a `RenderArgs`, ask for in a Gymnasium MuJoCo environment; with
     several azimuths a list of them. Tracked is the body of the first joint, if that is free or
     slides without limits: a robot's that can leave the picture, but not a cart's on a rail or a
@@ -285,7 +290,13 @@ class MujocoRenderer:
     Raises UsageError where there is no OpenGL.
     """
 
-    def __init__(self, model, size=480, camera=PAPER_CAMERA, quality="auto"):
+    def __init__(
+        self,
+        model: "mujoco.MjModel",
+        size: int = 480,
+        camera: Camera | list[Camera] = PAPER_CAMERA,
+        quality: str = "auto",
+    ) -> None:
         import mujoco
 
         if quality not in ("auto", "full", "light"):
@@ -293,9 +304,9 @@ class MujocoRenderer:
         name = gl_renderer()
         light = quality == "light" or (quality == "auto" and is_software(name))
         self.description = f"{name}, {'light' if light else 'full'} quality"
-        several = isinstance(camera, list)
-        self.model, self.cameras = model, camera if several else [camera]
-        self.frame_shape = (*[len(self.cameras)] * several, size, size, 3)
+        several = [len(camera)] if isinstance(camera, list) else []
+        self.model, self.cameras = model, camera if isinstance(camera, list) else [camera]
+        self.frame_shape = (*several, size, size, 3)
         self.data = mujoco.MjData(model)
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, size)
         model.vis.global_.offheight = max(model.vis.global_.offheight, size)
@@ -330,7 +341,7 @@ class MujocoRenderer:
             view.lookat[:2] = self.data.xpos[camera.track_body, :2]
         return view
 
-    def render(self, states, out=None):
+    def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Draw `states` [B, nq + nv] float64, qpos and qvel, into `out` [B, *frame_shape] uint8,
         C-contiguous, allocated when None -> out. Raises ValueError for other columns."""
         import mujoco
@@ -361,7 +372,7 @@ class MujocoRenderer:
             geom.size = size
         self._renderer.render(out=picture)
 
-    def close(self):
+    def close(self) -> None:
         """Free the GL context."""
         self._renderer.close()
 
@@ -387,7 +398,7 @@ class Look:
     headlight: float = 0.16
 
 
-def load_picture(name):
+def load_picture(name: str) -> np.ndarray:
     """[H, W, 3 or 4] uint8: the picture `name`.png of scenes/."""
     from PIL import Image
 
@@ -395,7 +406,7 @@ def load_picture(name):
         return np.asarray(picture)
 
 
-def textured_model(xml_path, look=None):
+def textured_model(xml_path: str | Path, look: Look | None = None) -> "mujoco.MjModel":
     """The MuJoCo model at `xml_path` with the sky, floor and light of a `Look`, None is the
     canonical one. The humanoid becomes a robot of metal; other bodies keep their own looks. Returns
     a compiled mujoco.MjModel whose physics are the file's bit for bit."""
@@ -481,7 +492,7 @@ CAR_HEIGHT = 30  # pixels of a native frame, with the wheels
 CAR_SUPERSAMPLING = 4  # scenes/car.png is so many times as large
 
 
-def hill(x):
+def hill(x: Any) -> Any:
     """Height of MountainCar's hill, as Gymnasium has it."""
     return np.sin(3 * x) * 0.45 + 0.55
 
@@ -502,7 +513,13 @@ class ClassicRenderer:
     Raises ValueError: unknown env_id, or a texture for CartPole.
     """
 
-    def __init__(self, env_id, size=None, textured=False, scene=None):
+    def __init__(
+        self,
+        env_id: str,
+        size: int | None = None,
+        textured: bool = False,
+        scene: np.ndarray | None = None,
+    ) -> None:
         import pygame
         import pygame.gfxdraw
 
@@ -532,7 +549,7 @@ class ClassicRenderer:
             self._draw = self._draw_plain_car
         self._background = self._canvas.copy()
 
-    def render(self, states, out=None):
+    def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """As `MujocoRenderer.render`; states [B, S] are CartPole's (x, velocity, angle, angular
         velocity) or MountainCar's (x, velocity)."""
         states, out = _check_batch(states, out, self._state_size, self.frame_shape)
@@ -546,7 +563,7 @@ class ClassicRenderer:
             frame[:] = np.frombuffer(pixels, np.uint8).reshape(self.frame_shape)
         return out
 
-    def close(self):
+    def close(self) -> None:
         """Nothing to free but memory."""
 
     def _turned(self, points, angle, x, y):
@@ -593,7 +610,7 @@ class ClassicRenderer:
         self._native.blit(sprite, sprite.get_rect(center=(round(x), round(y))))
 
 
-def write_video(path, frames, fps):
+def write_video(path: str | Path, frames: np.ndarray, fps: float) -> None:
     """Write frames [T, H, W, 3] uint8 as H.264 mp4, renamed into place when it is whole. Odd
     heights and widths lose a line: the codec wants even ones."""
     import imageio.v2 as imageio
@@ -602,7 +619,7 @@ def write_video(path, frames, fps):
     path.parent.mkdir(parents=True, exist_ok=True)
     even = frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]
     partial = path.with_name("." + path.name)
-    options = {"format": "FFMPEG", "fps": fps, "macro_block_size": 2, "quality": 8}
+    options: dict = {"format": "FFMPEG", "fps": fps, "macro_block_size": 2, "quality": 8}
     options["ffmpeg_log_level"] = "quiet"  # the exception says it
     try:
         imageio.mimwrite(partial, list(even), **options)
@@ -611,14 +628,14 @@ def write_video(path, frames, fps):
         partial.unlink(missing_ok=True)
 
 
-def add_video(writer, tag, frames, step, fps):
+def add_video(writer: "SummaryWriter", tag: str, frames: np.ndarray, step: int, fps: float) -> None:
     """Put frames [T, H, W, 3] uint8 into a TensorBoard event file as an animated picture: add_video
     drops a video without a word when it does not like the installed moviepy."""
     import imageio.v2 as imageio
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    options = {"format": "GIF", "duration": 1000 / fps, "loop": 0}
-    gif = imageio.mimwrite(imageio.RETURN_BYTES, list(frames), **options)
+    options: dict = {"format": "GIF", "duration": 1000 / fps, "loop": 0}
+    gif = imageio.mimwrite("<bytes>", list(frames), **options)
     height, width = frames.shape[1:3]
     image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
     summary = Summary(value=[Summary.Value(tag=tag, image=image)])

@@ -152,15 +152,19 @@ def test_the_image_has_all_code_and_nothing_else():
     command = ["git", "ls-files", "--others", "--exclude-from=.dockerignore"]
     environment = os.environ | {"GIT_INDEX_FILE": "/nonexistent"}  # where nothing is tracked
     files = subprocess.check_output(command, cwd=ROOT, env=environment, text=True).split()
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    wanted = {f"{module}.py" for module in tools["py-modules"]} | {"requirements.txt"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    wanted = {name.partition("/")[0] for name in wheel} | {"requirements.txt"}
     tops = {name.partition("/")[0] for name in files}
-    assert tops == wanted | {*tools["packages"], "benchmarks", "examples"}
+    assert tops == wanted | {"benchmarks", "examples"}
     assert "tiny_clip/open_clip_model.safetensors" in files
     assert not [name for name in files if "__pycache__" in name]
     script = re.search(r"sed '(.*?)' /tmp/requirements.txt", DOCKERFILE)[1]
     kept = subprocess.check_output(["sed", script, ROOT / "requirements.txt"], text=True)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert names(kept) == names("\n".join(project["dependencies"])) | {"ray"}
+    extras = project["project"]["optional-dependencies"]
+    in_image = [*project["project"]["dependencies"], *extras["train"], *extras["eval"]]
+    in_image += [*extras["track"], *extras["ray"]]
+    assert names(kept) == names("\n".join(in_image)) - {"clip-reward"}
     everything = names((ROOT / "requirements.txt").read_text())
-    assert everything - names(kept) == {*project["optional-dependencies"]["dev"]}
+    wanted = names("\n".join([*extras["label"], *extras["dev"]])) - {"clip-reward"}
+    assert everything - names(kept) == wanted

@@ -128,10 +128,9 @@ def actor_at_work():
     return int(found[0])
 
 
-@test_runs.BOTH
-def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, script, tmp_path):
+def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, tmp_path):
     more = ["--total-timesteps", 1440, "--video-freq", 720, "--clip-batch-size", 8, "--runs-dir"]
-    flags = [script.__file__, *test_runs.CLIP[script], *more]
+    flags = [sac.__file__, *test_runs.CLIP[sac], *more]
     helpers.run(*flags, tmp_path / "local", "--reward-devices", "cpu")
     process = subprocess.Popen(
         [sys.executable, *map(str, flags), tmp_path / "ray", "--reward-devices", "ray:2"],

@@ -157,23 +157,23 @@ def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
 
 
 def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_path):
-    base = [dqn.__file__, *CLIP[dqn], "--video-freq", 0, "--total-timesteps", 2400]
-    base += ["--checkpoint-freq", 240, "--anneal-lr", "--best-window", 3, "--layer-norm"]
+    base = [dqn.__file__, *CLIP[dqn], "--video-freq", 0, "--total-timesteps", 1200]
+    base += ["--checkpoint-freq", 120, "--anneal-lr", "--best-window", 3, "--layer-norm"]
     base += ["--target-network-frequency", 4, "--buffer-size", 60, "--runs-dir"]
     run(*base, tmp_path / "whole")
-    assert interrupt(signal.SIGTERM, 480, *base, tmp_path / "half") == 128 + signal.SIGTERM
+    assert interrupt(signal.SIGTERM, 240, *base, tmp_path / "half") == 128 + signal.SIGTERM
     half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
     stopped = checkpoint(half)["global_step"]
-    assert 480 <= stopped < 2400, "too late to interrupt it"
-    assert interrupt(signal.SIGKILL, 1440, dqn.__file__, "--resume", half) == -signal.SIGKILL
-    assert stopped < checkpoint(half)["global_step"] < 2400
+    assert 240 <= stopped < 1200, "too late to interrupt it"
+    assert interrupt(signal.SIGKILL, 720, dqn.__file__, "--resume", half) == -signal.SIGKILL
+    assert stopped < checkpoint(half)["global_step"] < 1200
     run(dqn.__file__, "--resume", half)
     one, two = checkpoint(half), checkpoint(whole)
     assert equal(one, two)
-    assert one["progress"]["updates"] == 100 * 6 and one["replay"]["count"] == 2400
+    assert one["progress"]["updates"] == 50 * 6 and one["replay"]["count"] == 1200
     assert equal(checkpoint(half, "best"), checkpoint(whole, "best"))
     values, _ = scalars(half)
-    assert [event.step for event in values["charts/epsilon"]] == list(range(24, 2401, 24))
+    assert [event.step for event in values["charts/epsilon"]] == list(range(24, 1201, 24))
 
 
 @BOTH
