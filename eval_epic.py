@@ -63,6 +63,7 @@ from evaluation.datasets import Dataset, load_dataset
 from evaluation.metrics import auc, epic_distance, epic_interval, interval, pearson
 from evaluation.rewards import Model, Rewards, Variants, check_distinct, rewards_of, scored
 from training.flags import checkpoints, errors_in_one_line, flags_of, from_flags, load_args
+from training.page import make_page
 from training.run import load_checkpoint
 
 Few = Annotated[int, Interval(ge=1, le=100_000)]  # episodes are played side by side
@@ -584,6 +585,9 @@ def success(
         figures.write_sheet(out / "contact_sheet.png", cells)
         egl_render.write_video(out / "episodes.mp4", figures.judged_video(films), 30)
         print(f"contact sheet: {out}/contact_sheet.png\njudged video: {out}/episodes.mp4")
+        if run:
+            page = make_page(run, f"{script_of(load_run(run)).__name__}.py")
+            (run / "index.html").write_text(page)
 
 
 def judge_episodes(source, dataset, verdicts, answers, own_rule):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import plot_runs
@@ -54,18 +55,32 @@ def test_pipeline_runs_the_classic_tasks_by_dqn(tmp_path):
     assert result["args"]["batch_size"] == 64 and result["stages"]["update"]["updates/s"] > 0
 
 
-def test_plot_runs_averages_the_end_and_draws(tmp_path):
+def test_plot_runs_groups_seeds_and_draws(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
-    runs = [tmp_path / f"Task__script__{seed}__0" for seed in (1, 2)]
-    for slope, folder in enumerate(runs, 1):
+    runs = []
+    for alpha, seed, slope in (0.0, 1, 1), (0.0, 2, 2), (0.0, 3, 3), (0.5, 1, 10):
+        runs.append(folder := tmp_path / f"Task__script__{seed}__{alpha}")
         with SummaryWriter(str(folder)) as writer:
             for step in range(20):
                 writer.add_scalar("charts/clip_reward", slope * step, 100 * step)
+        flags = {"seed": seed, "reward_alpha": alpha, "gamma": 0.9, "runs_dir": str(seed)}
+        (folder / "args.json").write_text(json.dumps(flags))
     script = (sys.executable, "benchmarks/plot_runs.py")
     lines = run(*script, *runs, "--last", 4, "--out", tmp_path / "a.png").stdout.splitlines()
     assert "mean of the last 4: 17.5," in lines[0] and "mean of the last 4: 35," in lines[1]
+    assert lines[4] == "reward_alpha 0.0: 3 seeds, mean 35, 95 % interval 17.5 to 52.5"
+    assert lines[5] == "reward_alpha 0.5: 1 seeds, mean 175, 95 % interval none"
     assert (tmp_path / "a.png").stat().st_size > 5000
     steps, values = plot_runs.read(runs[1], "charts/clip_reward")
     assert steps[-1] == 1900 and values[-1] == pytest.approx(38)
     assert "has no nothing" in run(*script, runs[0], "--scalar", "nothing", code=1).stderr
+
+
+def test_intervals_over_seeds_are_those_of_the_bootstrap():
+    values = np.random.default_rng(1).normal(size=(8, 5)) + np.arange(5)
+    middle, low, high = plot_runs.interval(values, plot_runs.STATISTICS["iqm"])
+    np.testing.assert_allclose(middle, np.sort(values, axis=0)[2:6].mean(0))
+    drawn = np.random.default_rng(2).integers(8, size=(20_000, 8))
+    means = np.sort(values[drawn], axis=1)[:, 2:6].mean(1)  # [resamples, 5]
+    np.testing.assert_allclose([low, high], np.percentile(means, [2.5, 97.5], axis=0), atol=0.08)

@@ -413,6 +413,9 @@ def test_success_of_a_good_and_a_bad_policy_side_by_side(runs, capsys):
     assert "ground truth" in out and "successful steps 100 %" in out
     assert f"judged video: {folder}/episodes.mp4" in out
     assert f"contact sheet: {folder}/contact_sheet.png" in out
+    page = (folder.parent / "index.html").read_text()
+    assert "Judged: 100 % of 12 episodes" in page
+    assert f'src="{folder.name}/episodes.mp4"' in page
     summary = json.loads((folder / "success.json").read_text())
     assert [entry["success_rate"] for entry in summary] == [1.0, 0.0]
     assert [row["good_steps"] for row in rows[:12]] == ["30"] * 12

@@ -16,13 +16,13 @@ import time
 
 import numpy as np
 import pytest
+from conftest import PATIENCE
 from PIL import Image
 
 import eval_epic
 from clip_reward import UsageError
 from evaluation import datasets, judges, label_page
 
-PATIENCE = 180  # s: a busy machine needs a minute to start a browser
 COLUMNS = datasets.LABEL_COLUMNS
 
 
@@ -251,41 +251,6 @@ socket.getaddrinfo("localhost", 0)  # to see that the watch is awake
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """A headless Chromium that can reach nothing but this machine."""
-    try:
-        import gradio  # noqa: F401
-        from selenium import webdriver
-    except ImportError as error:
-        pytest.fail(f"{error.name} is missing: pip install -r requirements.txt")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.fail(
-            "the labelling page is tested in a browser, and there is none; as root: "
-            "apt-get update && apt-get install -y chromium chromium-driver"
-        )
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",  # Chromium's own sandbox does not work for root
-        "--disable-dev-shm-usage",  # containers have little of it
-        "--window-size=1280,900",
-        "--no-proxy-server",
-        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("no_proxy", "127.0.0.1,localhost")
-        chrome = webdriver.Chrome(options, webdriver.ChromeService(driver))
-        chrome.set_page_load_timeout(PATIENCE)
-        yield chrome
-        chrome.quit()
 
 
 class Server:

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import KNEELING, TINY, checkpoint, equal, only_run, rings, run, scalars, wait_until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import clip_reward
 import dqn_clip_classic as dqn
@@ -88,6 +91,46 @@ def test_a_run_leaves_everything_that_is_promised(finished):
     assert "first tenth" in process.stdout and str(folder) in process.stdout
     assert len(re.findall(r"clip_reward -?\d", process.stdout)) == 4
     assert not re.search("deprecat|error|XDG", process.stderr, re.IGNORECASE), process.stderr
+
+
+def test_tensorboard_begins_with_what_matters_and_knows_the_hyperparameters(finished):
+    script, folder, _ = finished
+    events = EventAccumulator(str(folder)).Reload()
+    (layout,) = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(layout.tensor_proto.string_val[0])
+    titles = [chart.title for chart in layout.category[0].chart]
+    assert titles[:2] == ["reward per step", "share of successful episodes"]
+    tags = [tag for chart in layout.category[0].chart for tag in chart.multiline.tag]
+    assert {"losses/qf1_loss", "losses/td_loss", "time/update_s"} <= set(tags)
+    there = set(scalars(folder)[0])
+    other = {"losses/td_loss"} if script is sac else {x for x in tags if "/qf" in x or "/act" in x}
+    assert set(tags) - there == other
+    kept = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    values = HParamsPluginData.FromString(kept).session_start_info.hparams
+    assert values["seed"].number_value == 1 and values["render_size"].number_value == 64
+    assert KNEELING in values["target_prompt"].string_value or script is dqn
+
+
+def test_the_page_of_a_run_opens_from_the_disk(finished, browser):
+    script, folder, _ = finished
+    browser.get((folder / "index.html").as_uri())
+    text = browser.execute_script("return document.body.innerText")
+    assert (KNEELING if script is sac else UPRIGHT) in text and "96 of 96 steps" in text
+    assert f"python {script.__file__} --resume {folder}" in text
+    assert f"python eval_epic.py success --run {folder}" in text
+    assert "render_size\t64" in text and "While training: step_96" in text
+    paths = "document.querySelectorAll('svg [id^=line2d] path')"
+    lines = browser.execute_script(f"return [...{paths}].map(x => x.getAttribute('d'))")
+    curves = [line for line in lines if line.count("L") == 3]  # of four rollouts
+    assert len(curves) >= 5
+    loaded = "return document.querySelector('%s').%s"
+    assert browser.execute_script(loaded % ("img", "naturalWidth")) == 1200
+    film = loaded % ("video", "videoWidth")
+    assert wait_until(lambda: browser.execute_script(film) == (240 if script is sac else 600), 20)
+    asked = "return performance.getEntriesByType('resource').map(x => x.name)"
+    assert all(name.startswith("file://") for name in browser.execute_script(asked))
+    sources = re.findall(r'(?:src|href)="([^"]*)"', (folder / "index.html").read_text())
+    assert all(source[0] == "#" or (folder / source).is_file() for source in sources)
 
 
 def test_every_reward_is_that_of_its_own_next_state(finished):

@@ -409,8 +409,11 @@ def test_track_without_a_key_is_one_line(tmp_path):
 def test_no_secret_is_written(tmp_path):
     secret = "0123456789abcdef" * 3
     words = [dqn.__file__, *TRUTH, "--total-timesteps", 48, "--track", "--runs-dir", tmp_path]
+    words += ["--video-freq", 24]
     run(*words, WANDB_MODE="offline", WANDB_API_KEY=secret, HF_TOKEN=secret)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    kept = [path for path in files if "wandb" in str(path) and path.suffix == ".mp4"]
+    assert len(kept) == 2, "videos in wandb's run"
     assert len(files) > 4 and not any(secret.encode() in path.read_bytes() for path in files)
 
 

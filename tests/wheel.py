@@ -66,7 +66,7 @@ def main(python, folder):
     names = {row[0].partition("/")[0] for row in csv.reader(record.open())} - {record.parent.name}
     assert names == {"clip_reward", "egl_render", "clip_reward_launch.py", "..", "__pycache__"}
     there = run(bin / "pip", "list").lower()
-    for name in "wandb matplotlib tensorboard imageio tyro ray gradio scipy".split():
+    for name in "wandb matplotlib tensorboard tyro ray gradio scipy".split():
         assert not re.search(rf"^{name} ", there, re.M), f"{name} is installed to score a picture"
     score = float(run(bin / "python", "-c", SCORE).split()[-1])
     assert 0.5 < score <= 1.0, score  # it has just been set up, and stands

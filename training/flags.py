@@ -51,7 +51,8 @@ class RunArgs:
     """steps between videos, and one at the end; 0: none"""
     judge: str | None = None
     """draw charts/success_rate by this judge of states, for you to look at and never as a reward: a
-    task of evaluation/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool)"""
+    task of evaluation/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the
+    task with this prompt, if there is one"""
     resume: str | None = None
     """folder of the run to go on with, as it was started; flags beside it that do not change the
     experiment are accepted, such as a larger --total-timesteps. latest: the newest run in

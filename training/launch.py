@@ -17,12 +17,12 @@ def start(script, extra, *wanted):
 
 
 def sac():
-    start("sac_clip_humanoid.py", "train", "tyro", "tensorboard", "imageio")
+    start("sac_clip_humanoid.py", "train", "tyro", "tensorboard", "matplotlib")
 
 
 def dqn():
-    start("dqn_clip_classic.py", "train", "tyro", "tensorboard", "imageio")
+    start("dqn_clip_classic.py", "train", "tyro", "tensorboard", "matplotlib")
 
 
 def evaluate():
-    start("eval_epic.py", "eval", "tyro", "tensorboard", "imageio", "scipy", "matplotlib")
+    start("eval_epic.py", "eval", "tyro", "tensorboard", "matplotlib", "scipy")

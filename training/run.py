@@ -45,6 +45,7 @@ from training.flags import (
     excepthook,
     flags_of,
 )
+from training.page import CURVES, make_page
 
 
 class DiskError(RunError):
@@ -144,13 +145,19 @@ class Rings:
 
 
 def load_judge(args):
-    """--judge as a function of states [T, N, S] -> success [N] bool, or None: an episode succeeds
-    if half of its steps do, as in the paper."""
-    if args.judge is None:
-        return None
+    """--judge, or that of the humanoid's task with this prompt, or None: a function of states
+    [T, N, S] -> success [N] bool. An episode succeeds if half of its steps do, as in the paper."""
     from evaluation import judges
 
-    judge = judges.find_task(args.judge, args.env_id).judge
+    if args.judge:
+        task = judges.find_task(args.judge, args.env_id)
+    elif args.env_id in egl_render.CLASSIC_STATE_SIZES:  # their own rule is in `info`
+        return None
+    else:
+        task = judges.task_for(args.env_id, args.reward.target_prompt)
+    if task is None:
+        return None
+    judge = task.judge
 
     def success(states):
         good_steps = judge(np.concatenate(states)).reshape(states.shape[:2])
@@ -199,10 +206,24 @@ class Run:
             if args.track:
                 self._track()
             self.writer = SummaryWriter(self.folder, purge_step=self.first_step + 1)
-            rows = "\n".join(f"|{name}|{value}|" for name, value in flags_of(args).items())
-            self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
+            self._introduce()
         except OSError as error:
             raise DiskError(f"no run can be written to {args.runs_dir}: {error}") from error
+
+    def _introduce(self):
+        """Flags for the tabs Text and HParams, and a page that begins with what matters."""
+        from torch.utils.tensorboard.summary import hparams
+
+        flags = flags_of(self.args)
+        rows = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
+        self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
+        plain = {x: y for x, y in flags.items() if x not in RESUME_MAY_CHANGE}
+        plain = {x: y if isinstance(y, (bool, int, float)) else str(y) for x, y in plain.items()}
+        metrics = dict.fromkeys(tag for tags in CURVES.values() for tag in tags[:1])
+        for summary in hparams(plain, metrics):
+            self.writer.file_writer.add_summary(summary)
+        panels = {title: ["Multiline", tags] for title, tags in CURVES.items()}
+        self.writer.add_custom_scalars({"the run": panels})
 
     def _end_at_once(self, *received):
         self._discard()
@@ -397,6 +418,10 @@ class Run:
         if self.due(self.args.checkpoint_freq or math.inf) or self.save_soon:
             self.save_soon = False
             self._save(self._state())
+            with self._dispensable("index.html"):
+                self.writer.flush()
+                page = make_page(self.folder, sys.argv[0])
+                write(self.folder / "index.html", page.encode())
 
     def _save(self, state):
         path = self.folder / f"checkpoints/step_{state['global_step']}.pt"
@@ -415,12 +440,22 @@ class Run:
                 write(self.folder / "checkpoints/best.pt", state)
 
     def save_video(self, frames, fps):
-        """frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, and small in TensorBoard."""
+        """frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, ten moments of it as a picture, and
+        small in TensorBoard."""
+        path = self.folder / f"videos/step_{self.global_step}.mp4"
         with self._dispensable("a video"):
-            egl_render.write_video(self.folder / f"videos/step_{self.global_step}.mp4", frames, fps)
-            thin = -(-max(frames.shape[1:3]) // 200)  # TensorBoard takes GIFs: small ones
+            egl_render.write_video(path, frames, fps)
+            moments = frames[np.linspace(0, len(frames) - 1, 10).astype(int)]
+            rows = [np.concatenate(list(moments[i : i + 5]), axis=1) for i in (0, 5)]
+            sheet = Image.fromarray(np.concatenate(rows))
+            sheet.resize((1200, 1200 * sheet.height // sheet.width)).save(path.with_suffix(".png"))
+            thin = -(-max(frames.shape[1:3]) // 400)  # TensorBoard takes GIFs: small ones
             thumbnails = frames[:, ::thin, ::thin]
             egl_render.add_video(self.writer, "videos/rollout", thumbnails, self.global_step, fps)
+            if self.args.track:
+                import wandb
+
+                wandb.log({"videos/rollout": wandb.Video(str(path), format="mp4")})
 
     def _failed(self, kind, error, trace):
         """sys.excepthook: saves what was good; one line of what ended the run and how to go on."""

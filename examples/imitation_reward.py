@@ -1,0 +1,70 @@
+"""CLIP as a reward function of imitation: (state, action, next_state, done) -> rewards.
+
+imitation 1.0.1 wants Gymnasium 0.29, the scripts here 1.4 or newer; the reward itself wants
+neither, so it goes into an environment of its own:
+
+    python3 -m venv ~/imitation && . ~/imitation/bin/activate
+    pip install imitation==1.0.1 torch torchvision open_clip_torch annotated-types
+    python examples/imitation_reward.py            # PPO on CartPole with tiny_clip: two minutes
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from clip_reward import CLIPReward, load_clip
+
+# isort: split
+import gymnasium as gym
+import numpy as np
+from imitation.rewards.reward_wrapper import RewardVecEnvWrapper
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from egl_render import ClassicRenderer
+from environments.classic import CartPoleTask
+
+
+class CLIPRewardFn:
+    """imitation's `RewardFn`: the reward of a transition is that of the picture of its next state.
+
+    Args:
+        reward: maps pictures [B, H, W, 3] uint8 to rewards [B], as CLIPReward does.
+        renderer: draws states [B, S], as ClassicRenderer and MujocoRenderer do.
+        to_states: observations [B, ...] -> states [B, S]. imitation hands over observations, which
+            must say all that a picture shows: CartPole's do; the humanoid's not where it is.
+    """
+
+    def __init__(self, reward, renderer, to_states=np.asarray):
+        self.reward, self.renderer, self.to_states = reward, renderer, to_states
+
+    def __call__(self, state, action, next_state, done):
+        frames = self.renderer.render(self.to_states(next_state))
+        return self.reward(frames).cpu().numpy()  # [B] float32
+
+
+def make_env():
+    """imitation wants episodes of one length: CartPole that goes on when the pole falls."""
+    return gym.wrappers.TimeLimit(CartPoleTask(gym.make("CartPole-v1").unwrapped), 200)
+
+
+def main(steps=int(sys.argv[1]) if sys.argv[1:] else 40_000):
+    reward = CLIPReward(
+        load_clip("local-dir:tiny_clip"), ["pole vertically upright on top of the cart"]
+    )
+    function = CLIPRewardFn(reward, ClassicRenderer("CartPole-v1", 64))
+    envs = RewardVecEnvWrapper(DummyVecEnv([make_env] * 8), function)
+    settings = {"n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20}
+    model = PPO("MlpPolicy", envs, learning_rate=1e-3, seed=1, **settings)
+    before = after = None
+    for _ in range(max(1, steps // 3200)):
+        model.learn(3200, envs.make_log_callback(), reset_num_timesteps=False)
+        after = np.mean(envs.episode_rewards)
+        before = after if before is None else before
+        print(f"step {model.num_timesteps}: CLIP reward per episode {after:.1f}", flush=True)
+    print(f"from {before:.1f} to {after:.1f}")
+
+
+if __name__ == "__main__":
+    main()

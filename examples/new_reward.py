@@ -1,0 +1,96 @@
+"""A reward that is not CLIP's, from the same pool: whatever maps pictures to numbers.
+
+    python examples/new_reward.py        # four poses of the humanoid by two such rewards
+
+A reward is a torch module that maps frames [B, H, W, 3] uint8 to [B] float32; what makes it is
+called once in every worker with the worker's device, and must be picklable: a class or a function
+of a module, with its settings bound by functools.partial. Two of them are here: the distance to a
+picture of the goal, pixel by pixel, and a small head on CLIP's embeddings, as aesthetic scores are.
+
+To learn from one, copy a script and replace the line that makes its pool (docs/new_task.md):
+
+    pool = clip_reward.RewardPool(draw, functools.partial(GoalDistance, goal=goal), ["cpu"])
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not if it is installed
+
+import clip_reward
+
+# isort: split
+import numpy as np
+import torch
+from torch import nn
+
+import egl_render
+
+
+class GoalDistance(nn.Module):
+    """1 minus the mean distance, per pixel and colour, to a picture [H, W, 3] uint8 of the goal,
+    both made as small as 16 x 16: what is beside its goal is nearer to it than what is far away."""
+
+    def __init__(self, device, goal):
+        super().__init__()
+        self.goal = self.small(torch.as_tensor(goal, device=device)[None])
+        self.device = device
+
+    @staticmethod
+    def small(frames):
+        images = frames.permute(0, 3, 1, 2).float() / 255  # [B, 3, H, W]
+        return nn.functional.adaptive_avg_pool2d(images, 16)
+
+    def forward(self, frames):
+        distance = self.small(torch.as_tensor(frames).to(self.device)) - self.goal
+        return 1 - distance.abs().mean((1, 2, 3))
+
+
+class LinearHead(nn.Module):
+    """A linear layer on CLIP's unit-norm embeddings, the form of most aesthetic scores: weights [D]
+    and a bias from a file of one's own (here: words against other words, the simplest head)."""
+
+    def __init__(self, device, model, more, less):
+        super().__init__()
+        clip = clip_reward.load_clip(model, device)
+        self.clip, low = (clip_reward.CLIPReward(clip, [words]) for words in (more, less))
+        self.weight, self.bias = self.clip.g - low.g, 0.0
+
+    def forward(self, frames):
+        return self.clip.embed_images(frames) @ self.weight + self.bias
+
+
+def make_renderer(size=64):
+    """Called in every worker once it is bound to its GPU: nothing imports mujoco before."""
+    from tiny_clip.poses import HUMANOID_XML
+
+    return egl_render.MujocoRenderer(egl_render.textured_model(HUMANOID_XML), size)
+
+
+def main():
+    egl_render.setup_gl()
+    from tiny_clip import poses
+
+    rng, names = np.random.default_rng(1), ("kneeling", "standing", "lotus", "lying_back")
+    qpos = np.concatenate([poses.sample(name, rng, 50) for name in names])
+    states = np.pad(qpos, ((0, 0), (0, 23)))  # at rest
+    goal = make_renderer().render(np.pad(poses.sample("kneeling", rng), ((0, 0), (0, 23))))[0]
+    rewards = {
+        "distance to a picture of kneeling": functools.partial(GoalDistance, goal=goal),
+        "head: kneeling against standing": functools.partial(
+            LinearHead,
+            model="local-dir:tiny_clip",
+            more="a humanoid robot kneeling",
+            less="a humanoid robot standing up",
+        ),
+    }
+    for title, make_reward in rewards.items():
+        with clip_reward.RewardPool(make_renderer, make_reward, ["cpu"]) as pool:
+            scores = pool.score(states).reshape(len(names), -1)
+        means = "  ".join(f"{name} {mean:.3f}" for name, mean in zip(names, scores.mean(1)))
+        print(f"{title}: {means}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""stable-baselines3 learns from CLIP's reward: its off-policy algorithms, here DQN on CartPole.
+
+    pip install stable-baselines3
+    python examples/sb3_clip_reward.py --seed 1        # with tiny_clip: three minutes on two cores
+
+`CLIPVecEnv` hands every state to the RewardPool, which draws and scores while the episode is still
+being played, and pays 0. `CLIPRewards` takes all rewards when the rollout is over and writes them
+over the zeros in the replay buffer, before the first update sees them. Why not reward by reward, in
+`step_wait`? Every step would wait for a picture and for CLIP, with one state per environment where
+CLIP wants dozens. Algorithms that learn from the rollout itself (PPO, A2C) have computed their
+advantages before a callback is asked: they need the slow way, see gym_wrapper.py.
+"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not if it is installed
+
+import clip_reward
+
+# isort: split
+import gymnasium as gym
+import numpy as np
+import stable_baselines3 as sb3
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper
+
+from egl_render import ClassicRenderer
+from environments.classic import CartPoleTask
+
+EPISODE = 200
+PROMPT = "pole vertically upright on top of the cart"
+
+
+class CLIPVecEnv(VecEnvWrapper):
+    """Environments whose infos have "states": these go to the pool, and the reward is 0 for now."""
+
+    def __init__(self, venv, pool):
+        super().__init__(venv)
+        self.pool = pool
+
+    def reset(self):
+        return self.venv.reset()
+
+    def step_wait(self):
+        observations, rewards, dones, infos = self.venv.step_wait()
+        self.pool.put(states=np.stack([info["states"] for info in infos]))
+        return observations, np.zeros_like(rewards), dones, infos
+
+
+class CLIPRewards(BaseCallback):
+    """Puts the rewards of a rollout into the replay buffer when it is over."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool = pool
+
+    def _on_step(self):
+        return True
+
+    def _on_rollout_end(self):
+        rewards = self.pool.take().reshape(-1, self.training_env.num_envs)  # [T, N]
+        buffer = self.model.replay_buffer
+        rows = np.arange(buffer.pos - len(rewards), buffer.pos) % buffer.buffer_size
+        buffer.rewards[rows] = rewards
+        self.logger.record("rollout/clip_reward", rewards.mean())
+        print(f"step {self.num_timesteps}  clip_reward {rewards.mean():.4f}", flush=True)
+
+
+def make_env():
+    env = CartPoleTask(gym.make("CartPole-v1", max_episode_steps=-1, disable_env_checker=True))
+    return gym.wrappers.TimeLimit(env, EPISODE)  # a truncation: stable-baselines3 bootstraps it
+
+
+def train(seed, steps, num_envs=4):
+    """-> a model, and the share of 100 episodes in which the pole never fell."""
+    args = clip_reward.RewardArgs(target_prompt=(PROMPT,), clip_model="local-dir:tiny_clip")
+    make_reward = functools.partial(clip_reward.make_clip_reward, args=args)
+    make_renderer = functools.partial(ClassicRenderer, "CartPole-v1", 64)
+    with clip_reward.RewardPool(make_renderer, make_reward, args.devices()) as pool:
+        envs = CLIPVecEnv(DummyVecEnv([make_env] * num_envs), pool)
+        model = sb3.DQN(
+            *("MlpPolicy", envs),
+            train_freq=EPISODE,  # a rollout is one episode of each
+            gradient_steps=EPISODE,
+            learning_starts=1000,
+            learning_rate=lambda left: 5e-4 * left,
+            tau=0.01,
+            target_update_interval=1,
+            exploration_final_eps=0.04,
+            policy_kwargs={"net_arch": [256, 256]},
+            seed=seed,
+        )
+        model.learn(steps, CLIPRewards(pool))
+    # 1 for every step at which the pole stands; on starts of its own, without exploration
+    alone = DummyVecEnv([make_env] * num_envs)
+    alone.seed(10_000 + seed)
+    returns, _ = evaluate_policy(model, alone, 100, return_episode_rewards=True, warn=False)
+    return model, float(np.mean(np.array(returns) == EPISODE))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--total-timesteps", type=int, default=40_000)
+    args = parser.parse_args()
+    model, share = train(args.seed, args.total_timesteps)
+    print(f"seed {args.seed}: the pole stands in {share:.0%} of 100 episodes")

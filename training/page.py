@@ -1,0 +1,111 @@
+"""A run's index.html: curves, the newest videos, flags, and what to type next. It opens from the
+disk and loads nothing but what lies in the run's folder."""
+
+import html
+import io
+import json
+import shlex
+from pathlib import Path
+
+CURVES = {  # title: scalars, as on the first page of TensorBoard's custom layout
+    "reward per step": ["charts/clip_reward"],
+    "share of successful episodes": ["charts/success_rate"],
+    "the environment's own return": ["charts/episodic_return"],
+    "losses": "losses/qf1_loss losses/qf2_loss losses/actor_loss losses/td_loss".split(),
+    "seconds of a rollout": "time/physics_s time/wait_s time/update_s".split(),
+}
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{name}</title>
+<style>
+body {{ font: 15px/1.5 sans-serif; max-width: 62rem; margin: auto; padding: 1rem; color: #222 }}
+h1 {{ font-size: 1.3rem; overflow-wrap: anywhere }} h2 {{ font-size: 1.05rem; margin-top: 2rem }}
+svg, img, video {{ max-width: 100%; height: auto }} video {{ width: 30rem; background: #000 }}
+pre {{ background: #f3f3f3; padding: .7rem; overflow-x: auto }}
+td {{ padding: 0 1.2rem 0 0; vertical-align: top; overflow-wrap: anywhere }}
+</style>
+<h1>{name}</h1>
+<p><b>{goal}</b><br>{steps:,} of {total:,} steps. {last}</p>
+{curves}
+{films}
+<h2>Go on</h2><pre>python {script} --resume {folder}</pre>
+<h2>Judge</h2><pre>python eval_epic.py success --run {folder}</pre>
+<h2>Flags</h2><table>{flags}</table>
+</html>
+"""
+
+
+def read_scalars(folder):
+    """{tag: (steps [K], values [K])} of all scalars in a folder's event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {
+        tag: tuple(zip(*[(event.step, event.value) for event in events.Scalars(tag)]))
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def draw(scalars):
+    """The panels as SVG."""
+    from matplotlib.figure import Figure
+
+    drawn = {title: [x for x in tags if x in scalars] for title, tags in CURVES.items()}
+    drawn = {title: tags for title, tags in drawn.items() if tags}
+    figure = Figure((10, 2.7 * -(-len(drawn) // 2)), layout="constrained")
+    for number, (title, tags) in enumerate(drawn.items(), 1):
+        axes = figure.add_subplot(-(-len(drawn) // 2), 2, number)
+        for tag in tags:
+            axes.plot(*scalars[tag], lw=1, label=tag)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("environment steps", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(tags) > 1:
+            axes.legend(frameon=False, fontsize=8)
+        if tags == ["charts/success_rate"]:
+            axes.set_ylim(-0.03, 1.03)
+    svg = io.StringIO()
+    figure.savefig(svg, format="svg")
+    return svg.getvalue().partition("<svg")[2].join(["<svg", ""])  # without XML's own first lines
+
+
+def film(folder, title, video, sheet):
+    """A video and its contact sheet, as HTML."""
+    video, sheet = (html.escape(str(path.relative_to(folder))) for path in (video, sheet))
+    return (
+        f'<h2>{html.escape(title)}</h2>\n<video src="{video}" controls loop muted></video>\n'
+        f'<p><img src="{sheet}" alt="moments of these episodes"></p>'
+    )
+
+
+def make_page(folder, script):
+    """The page of the run in `folder` as it is now, HTML; `script` is what trains it."""
+    folder, films = Path(folder), []
+    flags, scalars = json.loads((folder / "args.json").read_text()), read_scalars(folder)
+    steps, last = max((steps[-1] for steps, _ in scalars.values()), default=0), []
+    for tag in ("charts/clip_reward", "charts/success_rate", "charts/episodic_return"):
+        if tag in scalars:
+            last.append(f"{tag.partition('/')[2]} {scalars[tag][1][-1]:.4g}")
+    for summary in sorted(folder.glob("success_*/success.json"), key=lambda x: x.stat().st_mtime):
+        won, *_ = json.loads(summary.read_text())
+        title = f"Judged: {100 * won['success_rate']:.0f} % of {won['episodes']} episodes"
+        paths = [summary.with_name(name) for name in ("episodes.mp4", "contact_sheet.png")]
+        if all(path.exists() for path in paths):
+            films = [film(folder, f"{title} ({summary.parent.name})", *paths)]  # the newest
+    for video in sorted(folder.glob("videos/*.mp4"), key=lambda x: x.stat().st_mtime)[-1:]:
+        title, sheet = f"While training: {video.stem}", video.with_suffix(".png")
+        films.append(film(folder, title, video, sheet))
+    rows = "".join(f"<tr><td>{x}<td>{html.escape(str(y))}" for x, y in flags.items())
+    goals = [*flags["target_prompt"], *flags.get("target_image", ())]
+    goal = ", ".join(goals) or f"the reward of {flags['env_id']} itself"
+    return PAGE.format(
+        name=html.escape(folder.name),
+        goal=html.escape(goal),
+        steps=steps,
+        total=flags["total_timesteps"],
+        last=html.escape(", ".join(last)),
+        curves=draw(scalars),
+        films="\n".join(films),
+        script=html.escape(shlex.quote(str(script))),
+        folder=html.escape(shlex.quote(str(folder))),
+        flags=rows,
+    )
