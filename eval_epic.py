@@ -389,6 +389,8 @@ def prompts(
     check_distinct(prompts=prompts, alphas=alphas, azimuths=azimuths)
     if dataset:
         data = load_dataset(dataset)
+        if render != Look():
+            raise UsageError(f"--dataset {dataset} is drawn as it was collected: no --render-..")
         if (env_id := data.flags["env_id"]) not in about.env_ids:
             raise UsageError(f"--dataset {dataset}: {env_id} has no {task}")
         data.flags["camera_azimuth"] = azimuths
@@ -407,6 +409,7 @@ def prompts(
         baselines = model.baseline_prompt + model.baseline_image
         clip_reward.check_prompts([prompt], baselines, model.reward_alpha)
     model.check(len(rows) * views)
+    model.clip_batch_size = max(1, model.clip_batch_size // views)  # states, for the workers
     make = functools.partial(Variants, args=model, prompts=prompts, alphas=alphas)
     rewards = scored(model, make, renderer_of(data), states)  # [N, V, prompts, alphas]
     combined = {(v,): rewards[:, v] for v in range(views)}

@@ -33,25 +33,23 @@ from PIL import Image
 
 XML = """
 <mujoco model="lamp">
-  <compiler angle="radian"/>
   <option timestep="0.01"> <flag contact="disable"/> </option>
   <default>
-    <joint type="hinge" axis="0 1 0" damping="1.5" armature="0.02"/>
+    <joint type="hinge" axis="0 1 0" damping="1.5" armature="0.02" limited="true"/>
     <geom type="capsule" size="0.03" density="100" rgba="0.85 0.3 0.1 1"/>
     <position kp="40" ctrllimited="true"/>
   </default>
   <worldbody>
-    <light pos="0 0 4"/>
     <geom name="floor" type="plane" size="5 5 0.1" rgba="0.6 0.6 0.6 1"/>
     <geom name="foot" type="cylinder" size="0.25 0.03" pos="0 0 0.03" rgba="0.15 0.15 0.17 1"/>
     <body name="lower" pos="0 0 0.08">
-      <joint name="base" range="-1.6 1.6" limited="true"/>
+      <joint name="base" range="-92 92"/>
       <geom fromto="0 0 0 0 0 0.5"/>
       <body name="upper" pos="0 0 0.5">
-        <joint name="elbow" range="-2.4 2.4" limited="true"/>
+        <joint name="elbow" range="-138 138"/>
         <geom fromto="0 0 0 0 0 0.45"/>
         <body name="head" pos="0 0 0.45">
-          <joint name="neck" range="-1.6 1.6" limited="true"/>
+          <joint name="neck" range="-92 92"/>
           <geom type="ellipsoid" size="0.14 0.14 0.09" rgba="0.95 0.9 0.7 1"/>
         </body>
       </body>
@@ -69,8 +67,8 @@ XML = """
 class Lamp(MujocoEnv):
     """Three hinges that are told their angles; every episode begins with the lamp upright."""
 
-    metadata = {"render_modes": ["human", "rgb_array", "depth_array", "rgbd_tuple"]}
-    metadata["render_fps"] = 20
+    modes = ["human", "rgb_array", "depth_array", "rgbd_tuple"]
+    metadata = {"render_modes": modes, "render_fps": 20}
 
     def __init__(self, **kwargs):
         self.xml = tempfile.NamedTemporaryFile("w", suffix=".xml")  # there while this object is
@@ -80,16 +78,13 @@ class Lamp(MujocoEnv):
         view = {"distance": 2.6, "azimuth": 90.0, "elevation": -8.0, "lookat": (0.0, 0.0, 0.5)}
         super().__init__(self.xml.name, 5, space, default_camera_config=view, **kwargs)
 
-    def _observe(self):
-        return np.concatenate([self.data.qpos, self.data.qvel])
-
     def reset_model(self):
         self.set_state(self.np_random.uniform(-0.1, 0.1, 3), np.zeros(3))
-        return self._observe()
+        return self.state_vector()
 
     def step(self, action):
         self.do_simulation(action, self.frame_skip)
-        return self._observe(), 0.0, False, False, {}  # it has no reward of its own
+        return self.state_vector(), 0.0, False, False, {}  # it has no reward of its own
 
 
 gym.register("Lamp-v0", Lamp)
@@ -99,25 +94,22 @@ GOAL = np.array([[-0.5, 1.9, 0.6, 0, 0, 0]])  # qpos and qvel of a lamp that one
 
 
 def bent(states):
-    """The lower arm leans to one side and the upper one is bent level to the other (a mirror image
-    counts: nothing in the picture says which is the front)."""
+    """The lower arm leans to one side, the upper one is bent level to the other (or mirrored)."""
     base, elbow = states[:, 0], states[:, 1]
     level = np.abs(np.abs(base + elbow) - np.pi / 2) < 0.5
     return (np.abs(base) > 0.2) & (base * elbow < 0) & level
 
 
 def main():
-    env = Lamp()
+    env, goal = Lamp(), Path(tempfile.gettempdir()) / "lamp_goal.png"
     model, camera = egl_render.textured_model(env.fullpath), egl_render.env_camera(env)
-    goal = Path(tempfile.gettempdir()) / "lamp_goal.png"
     renderer = egl_render.MujocoRenderer(model, 224, camera)
     Image.fromarray(renderer.render(GOAL)[0]).save(goal)
-    renderer.close()
     flags = "--clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --episode-length 50"
     flags += " --total-timesteps 12000 --learning-starts 1000 --gradient-steps 100"
     flags += " --batch-size 128 --entropy-coef 0.05 --checkpoint-freq 4000 --video-freq 4000"
-    words = [*flags.split(), *sys.argv[1:], "--env-id", "new_mujoco_task:Lamp-v0"]
-    words += ["--judge", f"{Path(__file__).resolve()}:bent"]
+    judge = f"{Path(__file__).resolve()}:bent"
+    words = [*flags.split(), *sys.argv[1:], "--env-id", "new_mujoco_task:Lamp-v0", "--judge", judge]
     if not {"--target-prompt", "--target-image"} & {*sys.argv}:
         words += ["--target-image", str(goal)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), *sys.path])

@@ -1,0 +1,143 @@
+"""Every command that README, docs and the scripts' own help tell to type, run in a short form: the
+same flags, after them some that make it small, so that one which is out of date fails. 20 minutes
+on two cores; benchmarks/docs_commands.sh runs it and what wants an environment of its own.
+
+    python benchmarks/docs_commands.py                  # all
+    python benchmarks/docs_commands.py eval_epic        # those with these letters in them
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+SMALL = (
+    "--total-timesteps 96 --num-envs 2 --episode-length 12 --learning-starts 24 --hidden-size 16"
+)
+SMALL += " --gradient-steps 2 --batch-size 8 --render-size 64 --buffer-size 10000 --video-freq 96"
+SMALL += " --clip-model local-dir:tiny_clip --reward-devices cpu --checkpoint-freq 96"
+SHORT = {  # flags after those of the document, by the words of a command
+    "sac_clip_humanoid.py": SMALL,
+    "dqn_clip_classic.py": SMALL,
+    "sac_swimmer.py": SMALL,
+    "sac_goal_distance.py": SMALL,
+    "dqn_acrobot.py": SMALL,
+    "eval_epic.py landscape": "--clip-model local-dir:tiny_clip --render-size 64 --out data",
+    "eval_epic.py prompts": "--clip-model local-dir:tiny_clip --render-size 64 --per-pose 4",
+    "eval_epic.py collect": "--out data/{n}.npz",
+    "eval_epic.py epic": "--clip-model local-dir:tiny_clip RN50/random",
+    "eval_epic.py success": "--episodes 4",
+    "eval_epic.py sheet": "",
+    "pipeline.py": "--num-envs 2 --episode-length 10 --gradient-steps 2 --rollouts 1",
+    "scaling.py": "--rollouts 1 --num-envs 4 --actors 1 2 --scorer-ms 1",
+    "updates.py": "--seconds 0.2",
+    "soak.py": "--total-timesteps 2400",
+    "plot_runs.py": "",
+    "chaos.py": "--deaths 2 --script dqn --seeds 1",
+    "sweep.py": "--seeds 1 --total-timesteps 200 --num-envs 2 --episode-length 10 --tasks CartPole"
+    " --learning-starts 40 --gradient-steps 2",
+    "gym_wrapper.py": "",
+    "new_mujoco_task.py": f"{SMALL} --clip-model local-dir:tiny_clip",
+    "new_reward.py": "",
+    "sb3_clip_reward.py": "--total-timesteps 800",
+}
+ELSEWHERE = {  # run by something else, or by nothing
+    "imitation_reward.py": "docs_commands.sh",
+    "eval_epic.py label": "it waits for a person; tests/test_label_page.py",
+    "docs_commands.py": "this",
+    "screenshots.py": "it writes into docs/",
+    "wheel.py": "docs_commands.sh",
+    "train.py": "make tiny_clip, half an hour; tests/test_tiny_clip.py",
+    "evaluate.py": "minutes; tests/test_tiny_clip.py",
+    "hacked.py": "it wants runs that are gone",
+    "paint.py": "it writes into scenes/; tests/test_scenes.py",
+}
+TASK = """
+import gymnasium as gym
+gym.register("MyTask-v0", "gymnasium.envs.mujoco.reacher_v5:ReacherEnv")
+"""
+
+
+def commands(text):
+    """Lines of a document that begin with python, with what follows a backslash."""
+    for found in re.findall(r"^ {4}[^#\n`]*?\bpython ((?:.*\\\n)*.*)$", text, re.M):
+        line = re.sub(r"\\+\n\s*", "", found).partition("; done")[0]
+        yield re.sub(r"\s{2,}#.*|\s# .*", "", line).strip()
+
+
+def prepare(folder):
+    """A copy of the code with what the commands talk of: runs, data, modules, pictures."""
+    import test_new_task
+
+    ignored = shutil.ignore_patterns(".venv", ".git", "runs", "data", "__pycache__")
+    shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
+    (folder / "my_module.py").write_text(TASK)
+    (folder / "my_task.py").write_text("def stacked(states):\n    return states[:, 0] > 0\n")
+    for diff in test_new_task.DIFFS:
+        name, text = test_new_task.apply(diff)
+        (folder / name).write_text(text)
+    shutil.copy(folder / "docs/kneeling_frames.png", folder / "goal.png")
+    runs = {"RUN": "", "GROUND_TRUTH_RUN": "--reward ground-truth"}
+    for name, more in runs.items():
+        words = f"sac_clip_humanoid.py --target-prompt 'a humanoid robot kneeling' {SMALL} {more}"
+        call(folder, f"{words} --runs-dir made/{name}")
+        (made,) = (folder / "made" / name).iterdir()
+        (folder / "runs").mkdir(exist_ok=True)
+        made.rename(folder / "runs" / name)
+    for number, name in enumerate(("kneeling_1", "cartpole", "ground_truth", "HalfCheetah_1")):
+        shutil.copytree(folder / "runs/RUN", folder / f"runs/{name}/Humanoid-v5__a__{number}__1")
+    shutil.copytree(folder / "runs/RUN", folder / "runs/HalfCheetah__a__1__1")
+    shutil.rmtree(folder / "runs/HalfCheetah_1")
+    call(folder, "eval_epic.py collect --source run --run runs/RUN --out data/RUN.npz --episodes 2")
+    call(folder, "eval_epic.py collect --source poses --out data/poses.npz --per-pose 4")
+    shutil.copy(folder / "data/RUN.npz", folder / "data/kneeling.npz")
+
+
+def call(folder, line):
+    command = f"{shlex.quote(sys.executable)} {line}"
+    process = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
+    return process.returncode, process.stdout + process.stderr
+
+
+def main(letters):
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    scripts = [*ROOT.glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    scripts += (ROOT / "benchmarks").glob("*.py")
+    found = {}
+    for path in [*documents, *scripts]:
+        text = path.read_text()
+        if path.suffix == ".py":
+            text = text.split('"""')[1].replace("\\\\\n", "\\\n")
+        for command in commands(textwrap.dedent(text) if path.suffix == ".py" else text):
+            found.setdefault(command, path.relative_to(ROOT))
+    folder, failed = Path(tempfile.mkdtemp()) / "code", 0
+    prepare(folder)
+    for n, (command, path) in enumerate(found.items()):
+        if letters not in command or any(name in command for name in ELSEWHERE):
+            continue
+        kind = next((name for name in SHORT if name in command), None)
+        if kind is None:
+            failed += 1
+            print(f"FAILED, nobody knows how to make it short: {path}: {command}", flush=True)
+            continue
+        began = time.perf_counter()
+        command = re.sub(r'"[$][A-Z]+"', "kneeling", command).replace("$seed", "1")
+        code, said = call(folder, f"{command} {SHORT[kind].format(n=n)}")
+        failed += code != 0
+        verdict = f"{time.perf_counter() - began:5.1f} s" if code == 0 else "FAILED"
+        print(f"{verdict}  {path}: {command}", flush=True)
+        if code:
+            print(textwrap.indent(said[-1500:], "    "), flush=True)
+    shutil.rmtree(folder.parent)
+    sys.exit(f"{failed} commands failed" if failed else 0)
+
+
+if __name__ == "__main__":
+    main("".join(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""What people copy: the examples and the diffs of docs/new_task.md, each run in a short form."""
+
+import re
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, TINY, only_run, run, scalars
+from PIL import Image
+
+sys.path.insert(0, str(ROOT / "examples"))  # as for who starts them
+SMALL = "--num-envs 2 --episode-length 12 --total-timesteps 72 --learning-starts 24 --batch-size 8"
+SMALL = f"{SMALL} --gradient-steps 2 --hidden-size 16 --render-size 64 --reward-devices cpu"
+SMALL = [*SMALL.split(), "--clip-model", TINY]
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/new_task.md").read_text(), re.S)
+COMMANDS = re.findall(r"^    python (.*)$", (ROOT / "docs/new_task.md").read_text(), re.M)
+
+
+def apply(diff):
+    """A diff -> the name of the new file, and what stands in it."""
+    head, *hunks = diff.split("@@\n")
+    old, new = re.findall(r"^(?:---|\+\+\+) (\S+)$", head, re.M)
+    text = (ROOT / old).read_text()
+    for hunk in hunks:
+        lines = [line or " " for line in hunk.splitlines()]
+        before = "".join(line[1:] + "\n" for line in lines if line[0] != "+")
+        after = "".join(line[1:] + "\n" for line in lines if line[0] != "-")
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return new, text
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_copy_changed_as_the_document_says_trains(number, tmp_path):
+    name, text = apply(DIFFS[number])
+    (tmp_path / name).write_text(text)
+    Image.fromarray(np.full((64, 64, 3), 90, np.uint8)).save(tmp_path / "goal.png")
+    _, flag, value = re.fullmatch(r"(\S+) (\S+) (.*)", COMMANDS[number]).groups()
+    assert name in COMMANDS[number]
+    value = tmp_path / "goal.png" if value == "goal.png" else value.strip('"')
+    run(tmp_path / name, flag, value, *SMALL, "--runs-dir", tmp_path / "runs")
+    folder = only_run(tmp_path / "runs")
+    values, _ = scalars(folder)
+    rewards = [event.value for event in values["charts/clip_reward"]]
+    assert len(rewards) == 3 and np.std(rewards) > 0
+    assert len([*folder.glob("videos/*.mp4")]) == 1
+    assert ("charts/success_rate" in values) == (number != 1)
+    if number == 1:  # no picture is farther than white from black
+        assert all(0.5 < reward < 1 for reward in rewards)
+
+
+def test_a_robot_of_ones_own_is_nearest_to_the_picture_of_its_goal(tmp_path):
+    import new_mujoco_task as lamp
+
+    import egl_render
+    from clip_reward import CLIPReward, load_clip
+
+    script = ROOT / "examples/new_mujoco_task.py"
+    run(script, *SMALL, "--runs-dir", tmp_path / "runs", TMPDIR=str(tmp_path))
+    values, _ = scalars(only_run(tmp_path / "runs"))
+    assert [event.value for event in values["charts/success_rate"]]
+    env = gym.make("Lamp-v0").unwrapped
+    model, camera = egl_render.textured_model(env.fullpath), egl_render.env_camera(env)
+    renderer = egl_render.MujocoRenderer(model, 64, camera)
+    reward = CLIPReward(load_clip(TINY), target_images=[str(tmp_path / "lamp_goal.png")])
+    upright, half = np.zeros((1, 6)), lamp.GOAL / 2
+    scores = reward(renderer.render(np.concatenate([upright, half, lamp.GOAL]))).tolist()
+    assert scores == sorted(scores) and scores[-1] > 0.95 > scores[0] + 0.2
+    assert lamp.bent(np.concatenate([upright, lamp.GOAL])).tolist() == [False, True]
+    env.reset(seed=1)
+    for _ in range(40):
+        state, *_ = env.step(lamp.GOAL[0, :3])
+    assert lamp.bent(state[None])[0], "it can get there"
+
+
+def test_another_reward_is_computed_by_the_same_pool():
+    lines = run(ROOT / "examples/new_reward.py").stdout.splitlines()
+    for line in lines[:2]:
+        means = {name: float(mean) for name, mean in re.findall(r"(\w+) (-?\d\.\d{3})", line)}
+        assert len(means) == 4 and max(means, key=means.get) == "kneeling"
+    from new_reward import GoalDistance
+
+    rng = np.random.default_rng(1)
+    goal, frames = rng.integers(256, size=(32, 32, 3)), rng.integers(256, size=(3, 32, 32, 3))
+    small = (np.append(frames, goal[None], 0) / 255).reshape(4, 16, 2, 16, 2, 3).mean((2, 4))
+    expected = 1 - np.abs(small[:3] - small[3]).mean((1, 2, 3))
+    reward = GoalDistance("cpu", goal.astype(np.uint8))
+    np.testing.assert_allclose(reward(frames.astype(np.uint8)), expected, atol=1e-6)
+
+
+def test_stable_baselines_learns_from_the_rewards_of_its_own_transitions():
+    import sb3_clip_reward as example
+
+    from clip_reward import CLIPReward, load_clip
+    from egl_render import ClassicRenderer
+
+    model, share = example.train(seed=1, steps=800, num_envs=2)
+    assert 0 <= share <= 1 and model.num_timesteps == 800
+    buffer = model.replay_buffer
+    assert buffer.pos == 400 and not buffer.dones[: example.EPISODE - 1].any()
+    ends = np.flatnonzero(buffer.dones[:400, 0])
+    assert ends.tolist() == [199, 399] and buffer.timeouts[ends].all()
+    states = buffer.next_observations[:400].reshape(-1, 4).astype(np.float64)
+    torch.set_num_threads(1)
+    reward = CLIPReward(load_clip(TINY), [example.PROMPT])
+    scores = reward(ClassicRenderer("CartPole-v1", 64).render(states)).reshape(400, 2)
+    rewards = buffer.rewards[:400]
+    apart = np.abs(rewards - scores.numpy())  # a state rounded to float32 may move a pixel
+    assert np.mean(apart < 1e-5) > 0.9 and apart.max() < 0.05 < rewards.std()
+
+
+def test_every_example_is_tested():
+    tested = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tested += (ROOT / "benchmarks/docs_commands.sh").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert path.name in tested or f"import {path.stem}" in tested, path
+        assert path.read_text().startswith(('"""', 'r"""'))
+        assert len(path.read_text().splitlines()) <= (203 if path.stem == "sweep" else 120), path
