@@ -36,9 +36,9 @@ SHORT = {  # flags after those of the document, by the words of a command
     "eval_epic.py success": "--episodes 4",
     "eval_epic.py sheet": "",
     "pipeline.py": "--num-envs 2 --episode-length 10 --gradient-steps 2 --rollouts 1",
-    "scaling.py": "--rollouts 1 --num-envs 4 --actors 1 2 --scorer-ms 1",
-    "updates.py": "--seconds 0.2",
-    "soak.py": "--total-timesteps 2400",
+    "scaling.py": "--rollouts 1 --num-envs 16 --actors 1 2 --scorer-ms 0.1 --steps 512",
+    "updates.py": "--rounds 1",
+    "soak.py": "--steps 11000 --every 1",
     "plot_runs.py": "",
     "chaos.py": "--deaths 2 --script dqn --seeds 1",
     "sweep.py": "--seeds 1 --total-timesteps 200 --num-envs 2 --episode-length 10 --tasks CartPole"

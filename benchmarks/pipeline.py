@@ -98,7 +98,9 @@ def run_asleep(ms):
 
 def run_with(pool):
     """Run the script that is named on the command line with `pool` for its RewardPool."""
-    clip_reward.RewardPool = pool
+    import training.run
+
+    training.run.RewardPool = pool
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -38,6 +38,7 @@ def test_everything_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
     assert overlap["args"]["gradient_steps"] == 1
     assert overlap["scorer_alone_frames_per_s"] == pytest.approx(625, rel=0.3)  # 1.6 ms a frame
     assert 0 < overlap["end_to_end_of_scorer_alone"] < 1.1
+    assert overlap["stages"]["render"]["frames/s"] > 10_000, "nothing is drawn for who sleeps"
     assert updates["updates_per_second"].keys() == {"SAC", "DQN"}
 
 
