@@ -390,7 +390,7 @@ def prompts(
     if dataset:
         data = load_dataset(dataset)
         if render != Look():
-            raise UsageError(f"--dataset {dataset} is drawn as it was collected: no --render-..")
+            raise UsageError(f"--dataset {dataset} is drawn as collected, without other flags")
         if (env_id := data.flags["env_id"]) not in about.env_ids:
             raise UsageError(f"--dataset {dataset}: {env_id} has no {task}")
         data.flags["camera_azimuth"] = azimuths

@@ -295,7 +295,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, tmp_path):
     run(*words, tmp_path / "whole")
     whole = only_run(tmp_path / "whole")
     assert [*checkpoints(whole)] == [96, 72]
-    for damage in (cut, flip, empty, foreign, Path.unlink):
+    # both scripts read it in the same way, and SAC's environments start slowly
+    for damage in (cut, flip, empty, foreign, Path.unlink)[(3 if script is sac else 0) :]:
         name = damage.__name__
         folder = shutil.copytree(whole, tmp_path / name)
         newest = folder / "checkpoints/step_96.pt"
@@ -383,7 +384,7 @@ def test_a_killed_run_is_silent_and_a_signal_saves(script, tmp_path):
 def test_a_signal_during_the_start_is_quiet_and_leaves_no_folder(script, number, tmp_path):
     words = [script.__file__, *CHEETAH[script], *CLIP, "--total-timesteps", 10**6]
     words += ["--reward-devices", "cpu", "--runs-dir", tmp_path]
-    for delay in (0.3, 1.5, 2.5, 3.5, 4.5):
+    for delay in (0.3, 1.5, 2.5, 3.5, 4.5)[:: 1 if script is sac else 2]:
         with started(*words) as process:
             time.sleep(delay)
             children = helpers.descendants(process.pid)
