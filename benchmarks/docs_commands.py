@@ -35,9 +35,10 @@ SHORT = {  # flags after those of the document, by the words of a command
     "eval_epic.py epic": "--clip-model local-dir:tiny_clip RN50/random",
     "eval_epic.py success": "--episodes 4",
     "eval_epic.py sheet": "",
-    "pipeline.py": "--num-envs 2 --episode-length 10 --gradient-steps 2 --rollouts 1",
+    "pipeline.py": "--num-envs 2 --episode-length 10 --gradient-steps 2 --rollouts 1"
+    " --clip-model local-dir:tiny_clip --render-size 64 --reward-devices cpu",
     "scaling.py": "--rollouts 1 --num-envs 16 --actors 1 2 --scorer-ms 0.1 --steps 512",
-    "updates.py": "--rounds 1",
+    "updates.py": "--rounds 1 --device cpu",
     "soak.py": "--steps 11000 --every 1",
     "plot_runs.py": "",
     "chaos.py": "--deaths 2 --script dqn --seeds 1",

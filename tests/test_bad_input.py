@@ -173,7 +173,7 @@ prompts --task kneeling --clip-model local-dir:tiny_clip --prompts a a | --promp
 prompts --task kneeling --clip-model local-dir:tiny_clip --azimuths 1000 | --azimuths 1000
 prompts --task kneeling --clip-model local-dir:tiny_clip --dataset /nowhere.npz | /nowhere.npz
 prompts --task kneeling --clip-model local-dir:tiny_clip --dataset {data} | has no kneeling
-prompts --task cartpole --clip-model local-dir:tiny_clip --dataset {data} --textured | as collected
+prompts --task cartpole --clip-model local-dir:tiny_clip --dataset {data} --camera paper | collected
 prompts --task kneeling --clip-model nonsense | nearest
 epic --dataset /nowhere.npz                 | /nowhere.npz
 epic --dataset {readme}                     | README.md
