@@ -43,7 +43,8 @@ SHORT = {  # flags after those of the document, by the words of a command
     "plot_runs.py": "",
     "chaos.py": "--deaths 2 --script dqn --seeds 1",
     "sweep.py": "--seeds 1 --total-timesteps 200 --num-envs 2 --episode-length 10 --tasks CartPole"
-    " --learning-starts 40 --gradient-steps 2",
+    " --learning-starts 40 --gradient-steps 2"
+    " --gpus-per-run 1 --out runs/sweep_{n}",
     "gym_wrapper.py": "",
     "new_mujoco_task.py": f"{SMALL} --clip-model local-dir:tiny_clip",
     "new_reward.py": "",
@@ -80,7 +81,10 @@ def prepare(folder):
     ignored = shutil.ignore_patterns(".venv", ".git", "runs", "data", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     (folder / "my_module.py").write_text(TASK)
-    (folder / "my_task.py").write_text("def stacked(states):\n    return states[:, 0] > 0\n")
+    judge = (
+        "def stacked(states):\n    'Above.'\n    return states[:, 2] > 0.5\nsomersault = stacked\n"
+    )
+    (folder / "my_task.py").write_text(judge)
     for diff in test_new_task.DIFFS:
         name, text = test_new_task.apply(diff)
         (folder / name).write_text(text)
@@ -99,6 +103,11 @@ def prepare(folder):
     call(folder, "eval_epic.py collect --source run --run runs/RUN --out data/RUN.npz --episodes 2")
     call(folder, "eval_epic.py collect --source poses --out data/poses.npz --per-pose 4")
     shutil.copy(folder / "data/RUN.npz", folder / "data/kneeling.npz")
+    labels = [f"kneeling,frame,{n},kneeling,{n % 2}" for n in range(12)]
+    labels += [f"kneeling,episode,{n},kneeling,{n % 2}" for n in range(2)]
+    (folder / "data/kneeling").mkdir(exist_ok=True)
+    lines = ["dataset,unit,index,task,label", *labels]
+    (folder / "data/kneeling/labels.csv").write_text("\n".join(lines) + "\n")
 
 
 def call(folder, line):
