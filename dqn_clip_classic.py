@@ -321,12 +321,12 @@ if __name__ == "__main__":
             if not valid[t].any():
                 break
         run.check_finite(env_seeds, observations, env_rewards)
+        t1 = time.perf_counter()
         success = infos.get("success")
         if judge:
             success = judge(states)
 
         # 2. The rewards: that of (s, a, s') is that of the picture of s'
-        t1 = time.perf_counter()
         rewards = pool.take().reshape(T, N) if use_clip else env_rewards
         columns = (observations[:-1], observations[1:], actions, rewards, terminations)
         buffer.add(*(column[valid] for column in columns))

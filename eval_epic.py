@@ -589,8 +589,7 @@ def success(
         egl_render.write_video(out / "episodes.mp4", figures.judged_video(films), 30)
         print(f"contact sheet: {out}/contact_sheet.png\njudged video: {out}/episodes.mp4")
         if run:
-            page = make_page(run, f"{script_of(load_run(run)).__name__}.py")
-            (run / "index.html").write_text(page)
+            (run / "index.html").write_text(make_page(run))
 
 
 def judge_episodes(source, dataset, verdicts, answers, own_rule):

@@ -463,12 +463,12 @@ if __name__ == "__main__":
             if use_clip:
                 pool.put(**{scene: pictured})
         run.check_finite(env_seeds, observations, env_rewards)
+        t1 = time.perf_counter()
         success = infos.get("success")
         if judge:
             success = judge(np.stack(scenes))
 
         # 2. The rewards: that of (s, a, s') is that of the picture of s'
-        t1 = time.perf_counter()
         rewards = pool.take().reshape(T, N) if use_clip else env_rewards
         buffer.add(observations, actions, rewards)
         if args.normalize_observations:

@@ -92,7 +92,7 @@ def prepare(folder):
     runs = {"RUN": "", "GROUND_TRUTH_RUN": "--reward ground-truth"}
     for name, more in runs.items():
         words = f"sac_clip_humanoid.py --target-prompt 'a humanoid robot kneeling' {SMALL} {more}"
-        call(folder, f"{words} --runs-dir made/{name}")
+        make(folder, f"{words} --runs-dir made/{name}")
         (made,) = (folder / "made" / name).iterdir()
         (folder / "runs").mkdir(exist_ok=True)
         made.rename(folder / "runs" / name)
@@ -100,8 +100,8 @@ def prepare(folder):
         shutil.copytree(folder / "runs/RUN", folder / f"runs/{name}/Humanoid-v5__a__{number}__1")
     shutil.copytree(folder / "runs/RUN", folder / "runs/HalfCheetah__a__1__1")
     shutil.rmtree(folder / "runs/HalfCheetah_1")
-    call(folder, "eval_epic.py collect --source run --run runs/RUN --out data/RUN.npz --episodes 2")
-    call(folder, "eval_epic.py collect --source poses --out data/poses.npz --per-pose 4")
+    make(folder, "eval_epic.py collect --source run --run runs/RUN --out data/RUN.npz --episodes 2")
+    make(folder, "eval_epic.py collect --source poses --out data/poses.npz --per-pose 4")
     shutil.copy(folder / "data/RUN.npz", folder / "data/kneeling.npz")
     labels = [f"kneeling,frame,{n},kneeling,{n % 2}" for n in range(12)]
     labels += [f"kneeling,episode,{n},kneeling,{n % 2}" for n in range(2)]
@@ -116,6 +116,11 @@ def call(folder, line):
     return process.returncode, process.stdout + process.stderr
 
 
+def make(folder, line):
+    code, said = call(folder, line)
+    assert code == 0, said
+
+
 def main(letters):
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     scripts = [*ROOT.glob("*.py"), *(ROOT / "examples").glob("*.py")]
@@ -127,11 +132,13 @@ def main(letters):
             text = text.split('"""')[1].replace("\\\\\n", "\\\n")
         for command in commands(textwrap.dedent(text) if path.suffix == ".py" else text):
             found.setdefault(command, path.relative_to(ROOT))
+    found = {x: path for x, path in found.items() if letters in x}
+    found = {x: y for x, y in found.items() if not any(name in x for name in ELSEWHERE)}
+    if not found:
+        sys.exit(f"no command has {letters!r}")
     folder, failed = Path(tempfile.mkdtemp()) / "code", 0
     prepare(folder)
     for n, (command, path) in enumerate(found.items()):
-        if letters not in command or any(name in command for name in ELSEWHERE):
-            continue
         kind = next((name for name in SHORT if name in command), None)
         if kind is None:
             failed += 1
@@ -150,4 +157,4 @@ def main(letters):
 
 
 if __name__ == "__main__":
-    main("".join(sys.argv[1:]))
+    main(" ".join(sys.argv[1:]))

@@ -13,17 +13,17 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
 from scipy import stats
 
-# flags that say where, how fast and until when, but not what is learned
-ELSEWHERE = set(
-    "seed runs_dir resume exp_name total_timesteps checkpoint_freq keep_checkpoints video_freq "
-    "track judge reward_devices clip_batch_size clip_cache_dir worker_timeout allow_slow cuda "
-    "wandb_project_name wandb_entity".split()
-)
+from training.flags import RESUME_MAY_CHANGE
+
+# where, how fast and until when, but not what is learned
+ELSEWHERE = RESUME_MAY_CHANGE | {"seed", "exp_name", "wandb_project_name", "wandb_entity"}
 STATISTICS = {  # over seeds; the second is rliable's interquartile mean
     "mean": lambda x, axis: np.mean(x, axis=axis),
     "iqm": lambda x, axis: stats.trim_mean(x, 0.25, axis=axis),
@@ -47,10 +47,12 @@ def groups_of(runs):
     for run in runs:
         path = run / "args.json"
         saved = json.loads(path.read_text()) if path.exists() else {"task": run.name.split("__")[0]}
+        if "script" in saved:  # a changed copy is another experiment
+            saved["script"] = Path(saved["script"]).name
         flags[run] = {x: y for x, y in saved.items() if x not in ELSEWHERE}
-    every = {name for saved in flags.values() for name in saved}
-    values = {name: {json.dumps(saved.get(name)) for saved in flags.values()} for name in every}
-    differ = sorted(name for name in every if len(values[name]) > 1)
+    in_all = set.intersection(*(set(saved) for saved in flags.values()))
+    values = {name: {json.dumps(saved[name]) for saved in flags.values()} for name in in_all}
+    differ = sorted(name for name in in_all if len(values[name]) > 1)
     groups = {}
     for run in runs:
         parts = [f"{name} {show(flags[run].get(name))}" for name in differ]

@@ -5,6 +5,7 @@ browser).
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from selenium.webdriver.chrome.service import Service
 
 
 def main(run: tyro.conf.Positional[Path], out: Path = Path("docs"), wait: float = 8.0) -> None:
-    """Write tensorboard.png and index_page.png.
+    """Write tensorboard.png, tensorboard_time_series.png and index_page.png.
 
     Args:
         run: folder of the run
@@ -35,8 +36,8 @@ def main(run: tyro.conf.Positional[Path], out: Path = Path("docs"), wait: float 
         options = webdriver.ChromeOptions()
         for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "hide-scrollbars"):
             options.add_argument(f"--{flag}")
-        options.binary_location = "/usr/bin/chromium"
-        browser = webdriver.Chrome(options, Service("/usr/bin/chromedriver"))
+        options.binary_location = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
         for name, (page, seconds, height) in pages.items():
             browser.set_window_size(1280, height)
             browser.get(page)

@@ -4,8 +4,8 @@
     python examples/new_mujoco_task.py --target-prompt "a desk lamp to read by" \\
         --clip-model ViT-bigG-14/laion2b_s39b_b160k --render-size 480      # by a sentence, on a GPU
 
-There is no copy of sac_clip_humanoid.py to make: it takes any task that is registered with
-Gymnasium, draws a MuJoCo task from its state, and imports the module that --env-id names.
+There is no copy of sac_clip_humanoid.py to make: it takes any task that Gymnasium knows, draws a
+MuJoCo task from its state, and imports the module in --env-id from its folder or PYTHONPATH.
 
 tiny_clip has seen humanoids, carts and cars but no lamp, and knows no sentence about it. Offline
 the goal is therefore a picture, drawn here from the pose that is wanted: the reward of a state is
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # not if it is installed
+sys.path.insert(0, str(ROOT))
 
 import egl_render
 
@@ -101,18 +101,18 @@ def bent(states):
 
 
 def main():
-    env, goal = Lamp(), Path(tempfile.gettempdir()) / "lamp_goal.png"
+    env, goal = Lamp(), ROOT / "runs/lamp_goal.png"
     model, camera = egl_render.textured_model(env.fullpath), egl_render.env_camera(env)
     renderer = egl_render.MujocoRenderer(model, 224, camera)
+    goal.parent.mkdir(exist_ok=True)
     Image.fromarray(renderer.render(GOAL)[0]).save(goal)
     flags = "--clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --episode-length 50"
     flags += " --total-timesteps 12000 --learning-starts 1000 --gradient-steps 100"
     flags += " --batch-size 128 --entropy-coef 0.05 --checkpoint-freq 4000 --video-freq 4000"
-    judge = f"{Path(__file__).resolve()}:bent"
-    words = [*flags.split(), *sys.argv[1:], "--env-id", "new_mujoco_task:Lamp-v0", "--judge", judge]
-    if not {"--target-prompt", "--target-image"} & {*sys.argv}:
+    words = [*flags.split(), *sys.argv[1:], "--env-id", "examples.new_mujoco_task:Lamp-v0"]
+    words += ["--judge", f"{Path(__file__).resolve()}:bent"]
+    if not any(word.startswith(("--target-prompt", "--target-image")) for word in sys.argv):
         words += ["--target-image", str(goal)]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), *sys.path])
     os.execv(sys.executable, [sys.executable, str(ROOT / "sac_clip_humanoid.py"), *words])
 
 

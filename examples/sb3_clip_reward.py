@@ -16,7 +16,7 @@ import functools
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not if it is installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone
 
 import clip_reward
 

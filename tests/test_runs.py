@@ -116,8 +116,8 @@ def test_the_page_of_a_run_opens_from_the_disk(finished, browser):
     browser.get((folder / "index.html").as_uri())
     text = browser.execute_script("return document.body.innerText")
     assert (KNEELING if script is sac else UPRIGHT) in text and "96 of 96 steps" in text
-    assert f"python {script.__file__} --resume {folder}" in text
-    assert f"python eval_epic.py success --run {folder}" in text
+    assert f"python {script.__file__} --resume {folder} --total-timesteps 192" in text
+    assert f"eval_epic.py success --run {folder}" in text and "--judge FILE" not in text
     assert "render_size\t64" in text and "While training: step_96" in text
     paths = "document.querySelectorAll('svg [id^=line2d] path')"
     lines = browser.execute_script(f"return [...{paths}].map(x => x.getAttribute('d'))")

@@ -71,8 +71,8 @@ def main(python, folder):
     score = float(run(bin / "python", "-c", SCORE).split()[-1])
     assert 0.5 < score <= 1.0, score  # it has just been set up, and stands
     for command in "clip-reward-sac", "clip-reward-dqn":
-        assert 'pip install "clip-reward[train]"' in run(bin / command, code=1)
-    assert 'pip install "clip-reward[eval]"' in run(bin / "clip-reward-eval", code=1)
+        assert 'pip install "clip-reward[train]"' in run(bin / command, code=2)
+    assert 'pip install "clip-reward[eval]"' in run(bin / "clip-reward-eval", code=2)
     for alpha, code in (0.5, 0), ("'half'", 1):
         (folder / "typed.py").write_text(TYPED.format(alpha=alpha))
         run(ROOT / ".venv/bin/mypy", "--python-executable", bin / "python", "typed.py", code=code)

@@ -51,8 +51,8 @@ class RunArgs:
     """steps between videos, and one at the end; 0: none"""
     judge: str | None = None
     """draw charts/success_rate by this judge of states, for you to look at and never as a reward: a
-    task of evaluation/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the
-    task with this prompt, if there is one"""
+    task of evaluation/judges.py, FILE.py:FUNCTION (states [B, S] -> [B] bool), or none; default:
+    the task with this prompt, if there is one"""
     resume: str | None = None
     """folder of the run to go on with, as it was started; flags beside it that do not change the
     experiment are accepted, such as a larger --total-timesteps. latest: the newest run in
@@ -136,7 +136,7 @@ def load_args(run_dir, Args):
         raise UsageError(f"{run_dir}: not the folder of a run, it has no args.json") from error
     except (ValueError, AttributeError) as error:
         raise UsageError(f"{path} is damaged: {error}") from error
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved}
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved if name != "script"}
     if foreign := ", ".join(sorted(values.keys() - flags_of(Args()).keys())):
         raise UsageError(f"{run_dir}: a run of another script or version; it has {foreign}")
     return from_flags(Args, values)

@@ -11,8 +11,13 @@ def start(script, extra, *wanted):
     """Become `python script` with these arguments, or end with the line that installs what it
     wants."""
     if missing := [name for name in wanted if not importlib.util.find_spec(name)]:
-        sys.exit(f'error: {missing[0]} is missing: pip install "clip-reward[{extra}]"')
+        print(
+            f'error: {missing[0]} is missing: pip install "clip-reward[{extra}]"', file=sys.stderr
+        )
+        sys.exit(2)
     (folder,) = importlib.util.find_spec("clip_reward").submodule_search_locations
+    # as beside a script of one's own: --env-id MODULE:NAME finds a module in this folder
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     os.execv(sys.executable, [sys.executable, str(Path(folder) / script), *sys.argv[1:]])
 
 

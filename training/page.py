@@ -4,6 +4,7 @@ disk and loads nothing but what lies in the run's folder."""
 import html
 import io
 import json
+import logging
 import shlex
 from pathlib import Path
 
@@ -27,22 +28,20 @@ td {{ padding: 0 1.2rem 0 0; vertical-align: top; overflow-wrap: anywhere }}
 <p><b>{goal}</b><br>{steps:,} of {total:,} steps. {last}</p>
 {curves}
 {films}
-<h2>Go on</h2><pre>python {script} --resume {folder}</pre>
-<h2>Judge</h2><pre>python eval_epic.py success --run {folder}</pre>
+<h2>Go on</h2><pre>{go_on}</pre>
+<h2>Judge</h2><pre>{judge}</pre>
 <h2>Flags</h2><table>{flags}</table>
 </html>
 """
 
 
-def read_scalars(folder):
-    """{tag: (steps [K], values [K])} of all scalars in a folder's event files."""
+def events_of(folder):
+    """TensorBoard's reader of a folder's event files; `Reload()` reads what has come since."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {
-        tag: tuple(zip(*[(event.step, event.value) for event in events.Scalars(tag)]))
-        for tag in events.Tags()["scalars"]
-    }
+    # it would tell of a resumed run that it passes over what came after the checkpoint
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
 
 
 def draw(scalars):
@@ -70,17 +69,38 @@ def draw(scalars):
 
 def film(folder, title, video, sheet):
     """A video and its contact sheet, as HTML."""
-    video, sheet = (html.escape(str(path.relative_to(folder))) for path in (video, sheet))
-    return (
-        f'<h2>{html.escape(title)}</h2>\n<video src="{video}" controls loop muted></video>\n'
-        f'<p><img src="{sheet}" alt="moments of these episodes"></p>'
-    )
+    parts = [f"<h2>{html.escape(title)}</h2>"]
+    parts.append(f'<video src="{video.relative_to(folder)}" controls loop muted></video>')
+    if sheet.exists():
+        parts.append(f'<p><img src="{sheet.relative_to(folder)}" alt="moments of it"></p>')
+    return "\n".join(parts)
 
 
-def make_page(folder, script):
-    """The page of the run in `folder` as it is now, HTML; `script` is what trains it."""
+def commands(folder, flags, steps):
+    """What goes on with the run, and what judges it."""
+    from evaluation import judges
+
+    script, where = flags.get("script", "SCRIPT.py"), shlex.quote(str(folder))
+    go_on = f"python {shlex.quote(script)} --resume {where}"
+    if steps >= flags["total_timesteps"]:
+        go_on += f" --total-timesteps {2 * flags['total_timesteps']}"
+    judge = Path(script).with_name("eval_epic.py")
+    if not judge.exists():
+        judge = Path(__file__).resolve().parent.parent / "eval_epic.py"
+    judge = f"python {shlex.quote(str(judge))} success --run {where}"
+    if not (flags.get("judge") or judges.task_for(flags["env_id"], flags.get("target_prompt", ()))):
+        judge += " --judge FILE.py:FUNCTION"
+    return go_on, judge
+
+
+def make_page(folder, events=None):
+    """The page of the run in `folder` as it is now, HTML; `events` are its `events_of`."""
     folder, films = Path(folder), []
-    flags, scalars = json.loads((folder / "args.json").read_text()), read_scalars(folder)
+    flags = json.loads((folder / "args.json").read_text())
+    events = (events or events_of(folder)).Reload()
+    tags, scalars = events.Tags()["scalars"], {}
+    for tag in tags:
+        scalars[tag] = tuple(zip(*[(event.step, event.value) for event in events.Scalars(tag)]))
     steps, last = max((steps[-1] for steps, _ in scalars.values()), default=0), []
     for tag in ("charts/clip_reward", "charts/success_rate", "charts/episodic_return"):
         if tag in scalars:
@@ -95,8 +115,10 @@ def make_page(folder, script):
         title, sheet = f"While training: {video.stem}", video.with_suffix(".png")
         films.append(film(folder, title, video, sheet))
     rows = "".join(f"<tr><td>{x}<td>{html.escape(str(y))}" for x, y in flags.items())
-    goals = [*flags["target_prompt"], *flags.get("target_image", ())]
-    goal = ", ".join(goals) or f"the reward of {flags['env_id']} itself"
+    goal = f"the reward of {flags['env_id']} itself"
+    if flags["reward"] == "clip":
+        goal = ", ".join([*flags["target_prompt"], *flags.get("target_image", ())])
+    go_on, judge = commands(folder, flags, steps)
     return PAGE.format(
         name=html.escape(folder.name),
         goal=html.escape(goal),
@@ -105,7 +127,7 @@ def make_page(folder, script):
         last=html.escape(", ".join(last)),
         curves=draw(scalars),
         films="\n".join(films),
-        script=html.escape(shlex.quote(str(script))),
-        folder=html.escape(shlex.quote(str(folder))),
+        go_on=html.escape(go_on),
+        judge=html.escape(judge),
         flags=rows,
     )

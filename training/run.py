@@ -45,7 +45,7 @@ from training.flags import (
     excepthook,
     flags_of,
 )
-from training.page import CURVES, make_page
+from training.page import CURVES, events_of, make_page
 
 
 class DiskError(RunError):
@@ -149,6 +149,8 @@ def load_judge(args):
     [T, N, S] -> success [N] bool. An episode succeeds if half of its steps do, as in the paper."""
     from evaluation import judges
 
+    if args.judge == "none":
+        return None
     if args.judge:
         task = judges.find_task(args.judge, args.env_id)
     elif args.env_id in egl_render.CLASSIC_STATE_SIZES:  # their own rule is in `info`
@@ -202,11 +204,13 @@ class Run:
             (self.folder / "checkpoints").mkdir(exist_ok=True)
             for left in (*self.folder.rglob("*.tmp"), *self.folder.glob("videos/.*")):
                 left.unlink()  # by one that was killed
-            write(self.folder / "args.json", json.dumps(flags_of(args), indent=2).encode())
+            kept = {"script": sys.argv[0]} | flags_of(args)
+            write(self.folder / "args.json", json.dumps(kept, indent=2).encode())
             if args.track:
                 self._track()
             self.writer = SummaryWriter(self.folder, purge_step=self.first_step + 1)
             self._introduce()
+            self.events = events_of(self.folder)
         except OSError as error:
             raise DiskError(f"no run can be written to {args.runs_dir}: {error}") from error
 
@@ -219,8 +223,8 @@ class Run:
         self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
         plain = {x: y for x, y in flags.items() if x not in RESUME_MAY_CHANGE}
         plain = {x: y if isinstance(y, (bool, int, float)) else str(y) for x, y in plain.items()}
-        metrics = dict.fromkeys(tag for tags in CURVES.values() for tag in tags[:1])
-        for summary in hparams(plain, metrics):
+        metrics = "charts/clip_reward", "charts/success_rate", "charts/episodic_return"
+        for summary in hparams(plain, dict.fromkeys(metrics))[:2]:  # the third says that it is over
             self.writer.file_writer.add_summary(summary)
         panels = {title: ["Multiline", tags] for title, tags in CURVES.items()}
         self.writer.add_custom_scalars({"the run": panels})
@@ -399,10 +403,12 @@ class Run:
         """The run goes on without what cannot be written here, with one warning in all."""
         try:
             yield
-        except (OSError, DiskError) as error:
+        except Exception as error:  # of the disk; of what draws the page, of wandb
             if not self.warned:
                 warn(f"{what} could not be written: {first_line(error)}; the run goes on without")
             self.warned = True
+            if not isinstance(error, (OSError, DiskError)):
+                return
             with contextlib.suppress(OSError):  # the old one has ended with the error
                 if shutil.disk_usage(self.folder).free > 1e6:
                     self.writer = type(self.writer)(self.folder)
@@ -420,8 +426,7 @@ class Run:
             self._save(self._state())
             with self._dispensable("index.html"):
                 self.writer.flush()
-                page = make_page(self.folder, sys.argv[0])
-                write(self.folder / "index.html", page.encode())
+                write(self.folder / "index.html", make_page(self.folder, self.events).encode())
 
     def _save(self, state):
         path = self.folder / f"checkpoints/step_{state['global_step']}.pt"
