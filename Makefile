@@ -45,8 +45,9 @@ browser:
 # cameras, 30 degrees to either side of the paper's: from one the robot may hide its knees. Every call
 # has a folder of its own, so that the run that is judged is the one that was trained. With a GPU and
 # the real CLIP see the README.
+# One thread: with two an update of 128 transitions takes 1.6 times as long (docs/speed.md).
 train: setup
-	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); \
+	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); export OMP_NUM_THREADS=1; \
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
 		--clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 150 210 --num-envs 8 \
 		--total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \

@@ -12,7 +12,8 @@ CURVES = {  # title: scalars, as on the first page of TensorBoard's custom layou
     "reward per step": ["charts/clip_reward"],
     "share of successful episodes": ["charts/success_rate"],
     "the environment's own return": ["charts/episodic_return"],
-    "losses": "losses/qf1_loss losses/qf2_loss losses/actor_loss losses/td_loss".split(),
+    "loss of the values": "losses/qf1_loss losses/qf2_loss losses/td_loss".split(),
+    "loss of SAC's policy": ["losses/actor_loss"],
     "seconds of a rollout": "time/physics_s time/wait_s time/update_s".split(),
 }
 PAGE = """<!doctype html>
@@ -20,7 +21,7 @@ PAGE = """<!doctype html>
 <style>
 body {{ font: 15px/1.5 sans-serif; max-width: 62rem; margin: auto; padding: 1rem; color: #222 }}
 h1 {{ font-size: 1.3rem; overflow-wrap: anywhere }} h2 {{ font-size: 1.05rem; margin-top: 2rem }}
-svg, img, video {{ max-width: 100%; height: auto }} video {{ width: 30rem; background: #000 }}
+svg, img, video {{ max-width: 100%; height: auto }} video {{ background: #000 }}
 pre {{ background: #f3f3f3; padding: .7rem; overflow-x: auto }}
 td {{ padding: 0 1.2rem 0 0; vertical-align: top; overflow-wrap: anywhere }}
 </style>
@@ -70,7 +71,9 @@ def draw(scalars):
 def film(folder, title, video, sheet):
     """A video and its contact sheet, as HTML."""
     parts = [f"<h2>{html.escape(title)}</h2>"]
-    parts.append(f'<video src="{video.relative_to(folder)}" controls loop muted></video>')
+    width = "30rem" if video.parent.name == "videos" else "100%"  # several episodes side by side
+    source = f'src="{video.relative_to(folder)}" style="width: {width}"'
+    parts.append(f"<video {source} controls loop muted></video>")
     if sheet.exists():
         parts.append(f'<p><img src="{sheet.relative_to(folder)}" alt="moments of it"></p>')
     return "\n".join(parts)
