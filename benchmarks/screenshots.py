@@ -17,7 +17,7 @@ from selenium.webdriver.chrome.service import Service
 
 
 def main(run: tyro.conf.Positional[Path], out: Path = Path("docs"), wait: float = 8.0) -> None:
-    """Write tensorboard.png, tensorboard_time_series.png and index_page.png.
+    """Write tensorboard.png and index_page.png.
 
     Args:
         run: folder of the run
@@ -30,7 +30,6 @@ def main(run: tyro.conf.Positional[Path], out: Path = Path("docs"), wait: float 
         address = next(filter(None, (re.search(r"http://\S+", line) for line in board.stderr)))[0]
         pages = {
             "tensorboard.png": (f"{address}#custom_scalars", wait, 1000),
-            "tensorboard_time_series.png": (f"{address}#timeseries", wait, 1000),
             "index_page.png": ((run / "index.html").resolve().as_uri(), 1.0, 1750),
         }
         options = webdriver.ChromeOptions()
