@@ -1,9 +1,13 @@
 """The reward's numbers against independent computations; the pool's processes really killed."""
 
 import functools
+import json
 import os
+import pickle
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +18,7 @@ import numpy as np
 import open_clip
 import pytest
 import torch
-from helpers import MeanReward, PaintRenderer, wait_until
+from helpers import ROOT, MeanReward, PaintRenderer, wait_until
 from PIL import Image
 
 import clip_reward
@@ -552,3 +556,43 @@ def test_no_worker_outlives_a_killed_parent(delay, tmp_path):
     parent.kill()
     parent.wait()
     assert wait_until(lambda: helpers.gone(everyone), 2)
+
+
+def test_what_cannot_be_loaded_or_told_apart_is_one_line(monkeypatch, tmp_path, capsys):
+    with pytest.raises(UsageError, match="must be auto, fp32, bf16, fp16; not 'fp64'"):
+        load_clip(TINY, precision="fp64")
+    same = ["a robot &amp; a car"], ["a robot & a car"]  # to the tokenizer
+    with pytest.raises(UsageError, match="the same to the model"):
+        CLIPReward(load_clip(TINY), *same, alpha=0.5)
+    for name in ("open_clip_config.json", "open_clip_model.safetensors"):
+        shutil.copy(ROOT / "tiny_clip" / name, tmp_path)
+    config = json.loads((tmp_path / "open_clip_config.json").read_text())
+    config["model_cfg"]["embed_dim"] += 1
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="cannot be loaded: "):
+        load_clip(f"local-dir:{tmp_path}")
+
+    def no_count(name):
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr(clip_reward, "image_flops", no_count)
+    clip_reward.check_cost("RN50/random", ["cpu"], 10**9)
+    assert "cost of RN50/random on this CPU unknown" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)  # local-dir:tiny_clip works from any directory
+    clip_reward.check_model(TINY)
+
+
+def test_what_a_ray_actor_does_needs_no_ray(monkeypatch):
+    """The actor's class in this process: a chunk comes and goes as one string of bytes."""
+    lowered, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(os, "nice", lowered.append)
+    actor = clip_reward._Remote("CPU", PaintRenderer, MeanReward)
+    try:
+        assert actor.wait_ready() == f"reward worker on cpu, at {socket.gethostname()}"
+        states = np.array([[3.0], [200.0]])
+        rewards, *seconds = pickle.loads(actor.score(pickle.dumps(("states", states))))
+        assert rewards.tolist() == [3.0, 200.0] and min(seconds) >= 0
+        assert lowered == [10] and torch.get_num_threads() == 1
+    finally:
+        actor.scorer.close()
+        torch.set_num_threads(threads)
