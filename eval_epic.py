@@ -64,7 +64,7 @@ from evaluation.metrics import auc, epic_distance, epic_interval, interval, pear
 from evaluation.rewards import Model, Rewards, Variants, check_distinct, rewards_of, scored
 from training.flags import checkpoints, errors_in_one_line, flags_of, from_flags, load_args
 from training.page import make_page
-from training.run import load_checkpoint
+from training.run import load_checkpoint, write
 
 Few = Annotated[int, Interval(ge=1, le=100_000)]  # episodes are played side by side
 Many = Annotated[int, Interval(ge=1, le=10_000_000)]
@@ -589,7 +589,7 @@ def success(
         egl_render.write_video(out / "episodes.mp4", figures.judged_video(films), 30)
         print(f"contact sheet: {out}/contact_sheet.png\njudged video: {out}/episodes.mp4")
         if run:
-            (run / "index.html").write_text(make_page(run))
+            write(run / "index.html", make_page(run).encode())
 
 
 def judge_episodes(source, dataset, verdicts, answers, own_rule):

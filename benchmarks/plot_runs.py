@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from training.flags import RESUME_MAY_CHANGE
+from training.page import events_of
 
 # where, how fast and until when, but not what is learned
 ELSEWHERE = RESUME_MAY_CHANGE | {"seed", "exp_name", "wandb_project_name", "wandb_entity"}
@@ -32,9 +33,7 @@ STATISTICS = {  # over seeds; the second is rliable's interquartile mean
 
 def read(run, scalar):
     """steps [K] and values [K] of one scalar of one run folder."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    events = events_of(run).Reload()
     if scalar not in events.Tags()["scalars"]:
         has = ", ".join(events.Tags()["scalars"]) or "no scalars"
         sys.exit(f"error: {run} has no {scalar}; it has {has}")

@@ -49,7 +49,7 @@ def make_env():
     return gym.wrappers.TimeLimit(CartPoleTask(gym.make("CartPole-v1").unwrapped), 200)
 
 
-def main(steps=int(sys.argv[1]) if sys.argv[1:] else 40_000):
+def main(steps):
     reward = CLIPReward(
         load_clip("local-dir:tiny_clip"), ["pole vertically upright on top of the cart"]
     )
@@ -67,4 +67,4 @@ def main(steps=int(sys.argv[1]) if sys.argv[1:] else 40_000):
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if sys.argv[1:] else 40_000)

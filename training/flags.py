@@ -51,8 +51,8 @@ class RunArgs:
     """steps between videos, and one at the end; 0: none"""
     judge: str | None = None
     """draw charts/success_rate by this judge of states, for you to look at and never as a reward: a
-    task of evaluation/judges.py, FILE.py:FUNCTION (states [B, S] -> [B] bool), or none; default:
-    the task with this prompt, if there is one"""
+    task of evaluation/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the
+    task with this prompt, if there is one"""
     resume: str | None = None
     """folder of the run to go on with, as it was started; flags beside it that do not change the
     experiment are accepted, such as a larger --total-timesteps. latest: the newest run in
@@ -113,6 +113,11 @@ def flags_of(args):
     for name, value in vars(args).items():
         values |= flags_of(value) if dataclasses.is_dataclass(value) else {name: value}
     return values
+
+
+def experiment_of(args):
+    """Those of `flags_of` that say what is learned, which --resume may not change."""
+    return {x: y for x, y in flags_of(args).items() if x not in RESUME_MAY_CHANGE}
 
 
 def from_flags(kind, values):

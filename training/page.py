@@ -51,9 +51,10 @@ def draw(scalars):
 
     drawn = {title: [x for x in tags if x in scalars] for title, tags in CURVES.items()}
     drawn = {title: tags for title, tags in drawn.items() if tags}
-    figure = Figure((10, 2.7 * -(-len(drawn) // 2)), layout="constrained")
+    rows = (len(drawn) + 1) // 2
+    figure = Figure((10, 2.7 * rows), layout="constrained")
     for number, (title, tags) in enumerate(drawn.items(), 1):
-        axes = figure.add_subplot(-(-len(drawn) // 2), 2, number)
+        axes = figure.add_subplot(rows, 2, number)
         for tag in tags:
             axes.plot(*scalars[tag], lw=1, label=tag)
         axes.set_title(title, loc="left", fontsize=10)

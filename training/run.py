@@ -38,11 +38,11 @@ from clip_reward import (
 )
 from egl_render import UsageError
 from training.flags import (
-    RESUME_MAY_CHANGE,
     changed_flags,
     checkpoints,
     end_at_once,
     excepthook,
+    experiment_of,
     flags_of,
 )
 from training.page import CURVES, events_of, make_page
@@ -149,20 +149,16 @@ def load_judge(args):
     [T, N, S] -> success [N] bool. An episode succeeds if half of its steps do, as in the paper."""
     from evaluation import judges
 
-    if args.judge == "none":
-        return None
+    task = None
     if args.judge:
         task = judges.find_task(args.judge, args.env_id)
-    elif args.env_id in egl_render.CLASSIC_STATE_SIZES:  # their own rule is in `info`
-        return None
-    else:
+    elif args.env_id not in egl_render.CLASSIC_STATE_SIZES:  # whose own rule is in `info`
         task = judges.task_for(args.env_id, args.reward.target_prompt)
     if task is None:
         return None
-    judge = task.judge
 
     def success(states):
-        good_steps = judge(np.concatenate(states)).reshape(states.shape[:2])
+        good_steps = task.judge(np.concatenate(states)).reshape(states.shape[:2])
         return good_steps.mean(0) >= judges.THRESHOLD
 
     return success
@@ -218,11 +214,10 @@ class Run:
         """Flags for the tabs Text and HParams, and a page that begins with what matters."""
         from torch.utils.tensorboard.summary import hparams
 
-        flags = flags_of(self.args)
-        rows = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
+        rows = "\n".join(f"|{name}|{value}|" for name, value in flags_of(self.args).items())
         self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
-        plain = {x: y for x, y in flags.items() if x not in RESUME_MAY_CHANGE}
-        plain = {x: y if isinstance(y, (bool, int, float)) else str(y) for x, y in plain.items()}
+        flags = experiment_of(self.args).items()
+        plain = {x: y if isinstance(y, (bool, int, float)) else str(y) for x, y in flags}
         metrics = "charts/clip_reward", "charts/success_rate", "charts/episodic_return"
         for summary in hparams(plain, dict.fromkeys(metrics))[:2]:  # the third says that it is over
             self.writer.file_writer.add_summary(summary)
@@ -353,8 +348,7 @@ class Run:
             learner[name] = part.detach() if isinstance(part, torch.Tensor) else part.state_dict()
         state = copied(learner | {"progress": self.progress})
         state |= {"global_step": self.global_step, "history": self.history[:], "best": self.best}
-        of_the_run = flags_of(self.args).items()
-        return state | {"flags": {x: y for x, y in of_the_run if x not in RESUME_MAY_CHANGE}}
+        return state | {"flags": experiment_of(self.args)}
 
     def check_finite(self, seeds, observations, rewards):
         """Raise RunError if an environment gave what is no number: observations [T + 1, N, O] and
