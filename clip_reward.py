@@ -536,6 +536,8 @@ class CLIPReward(nn.Module):
         """frames uint8 [B, H, W, 3], V views of each state [B, V, H, W, 3], or a single [H, W, 3],
         tensor on any device or array -> [B, D] or [B, V, D] float32 unit-norm, on the model's
         device."""
+        if isinstance(frames, np.ndarray):  # MuJoCo's render() gives a view from the last row up
+            frames = np.ascontiguousarray(frames)
         frames = torch.as_tensor(frames).to(self.device)
         frames = frames if frames.ndim > 3 else frames[None]
         images = self.preprocess(frames.flatten(0, -4))

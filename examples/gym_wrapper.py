@@ -19,6 +19,12 @@ import gymnasium as gym
 import numpy as np
 
 
+def check_drawn(env):
+    """Asked when it is stepped: Gymnasium's own checker makes some that draw nothing."""
+    if env.render_mode != "rgb_array":
+        raise ValueError('pictures are wanted: gym.make(..., render_mode="rgb_array")')
+
+
 class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
     """The reward of a step is that of the picture after it; info["env_reward"] is the task's own.
 
@@ -28,13 +34,15 @@ class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
     """
 
     def __init__(self, env, reward):
-        gym.utils.RecordConstructorArgs.__init__(self, reward=reward)  # for gym.make(env.spec)
+        # for gym.make(env.spec); a copy of the reward would be a CLIP more for every environment
+        gym.utils.RecordConstructorArgs.__init__(self, reward=reward, _disable_deepcopy=True)
         gym.Wrapper.__init__(self, env)
         self.reward = reward
 
     def step(self, action):
+        check_drawn(self.env)
         observation, own, terminated, truncated, info = self.env.step(action)
-        reward = self.reward(self.env.render()).item()
+        reward = self.reward(self.env.render()[None]).item()
         return observation, reward, terminated, truncated, info | {"env_reward": own}
 
 
@@ -60,6 +68,7 @@ class CLIPRewardVectorWrapper(gym.vector.VectorWrapper):
         return self.env.reset(**kwargs)
 
     def step(self, actions):
+        check_drawn(self.env)
         observations, own, terminations, truncations, infos = self.env.step(actions)
         rewards = self.reward(np.stack(self.env.render())).cpu().numpy().astype(np.float64)
         rewards[self.over & self.resets] = 0

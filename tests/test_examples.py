@@ -146,6 +146,31 @@ def test_a_wrapped_environment_passes_gymnasiums_checks_and_pays_for_its_picture
     assert terminated
 
 
+def test_any_environment_that_draws_itself_can_be_wrapped_and_shares_the_one_reward(wrappers):
+    seen = []
+
+    def reward(frames):
+        seen.append(frames.shape)
+        return clip(frames)
+
+    clip = clip_reward.CLIPReward(clip_reward.load_clip(helpers.TINY), ["an arm"])
+    make = {"id": "Reacher-v5", "render_mode": "rgb_array", "width": 64, "height": 64}
+    env = wrappers.CLIPRewardWrapper(gym.make(**make), reward)  # its pictures are views, mirrored
+    assert env.spec.additional_wrappers[-1].kwargs["reward"] is reward
+    envs = gym.make_vec(num_envs=2, vectorization_mode="sync", **make)
+    envs = wrappers.CLIPRewardVectorWrapper(envs, reward)
+    env.reset(seed=1), envs.reset(seed=1)
+    _, paid, *_ = env.step(np.zeros(2))
+    _, both, *_ = envs.step(np.zeros((2, 2)))
+    assert seen == [(1, 64, 64, 3), (2, 64, 64, 3)] and both[0] == pytest.approx(paid, abs=1e-5)
+    blind = wrappers.CLIPRewardWrapper(gym.make("Reacher-v5"), reward)
+    both = wrappers.CLIPRewardVectorWrapper(gym.make_vec("Reacher-v5", num_envs=2), reward)
+    for env in (blind, both):
+        env.reset(seed=1)
+        with pytest.raises(ValueError, match="rgb_array"):
+            env.step(env.action_space.sample())
+
+
 def test_wrapped_vectors_pay_for_the_last_picture_and_not_for_the_reset(wrappers):
     reward = clip_reward.CLIPReward(clip_reward.load_clip(helpers.TINY), ["a pole on a cart"])
     make = {"id": "CartPole-v1", "render_mode": "rgb_array"}
