@@ -32,6 +32,7 @@ Success rate of a policy, by a task's judge, one's own, or a person:
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import shlex
@@ -62,7 +63,7 @@ from evaluation import datasets, figures, judges, label_page
 from evaluation.datasets import Dataset, load_dataset
 from evaluation.metrics import auc, epic_distance, epic_interval, interval, pearson
 from evaluation.rewards import Model, Rewards, Variants, check_distinct, rewards_of, scored
-from training.flags import checkpoints, errors_in_one_line, flags_of, from_flags, load_args
+from training.flags import checkpoints, errors_in_one_line, flags_of, from_flags, load_args, typed
 from training.page import make_page
 from training.run import load_checkpoint, write
 
@@ -77,16 +78,37 @@ egl_render.setup_gl()  # before an environment or a judge imports mujoco
 def load_run(folder):
     """The Args of a run, of whichever script. Raises UsageError for what is no run's folder."""
     path = Path(folder) / "args.json"
-    script = sac if path.is_file() and "policy_lr" in path.read_text() else dqn
-    args = load_args(folder, script.Args)
-    if script is dqn:
+    try:
+        name = json.loads(path.read_text())["script"]
+    except (OSError, ValueError, LookupError):  # load_args has words for it, or it is an old one
+        name = sac if path.is_file() and "policy_lr" in path.read_text() else dqn
+        name = name.__name__
+    args = load_args(folder, script_named(name).Args)
+    if hasattr(args, "terminate"):
         args.terminate = False  # whatever it learned by, it is judged on whole episodes
     return args
+
+
+def script_named(name):
+    """The script that a run or a dataset is of: one of the two, or a changed copy, by its path.
+    Raises UsageError if the copy is not there."""
+    path = Path(name)
+    if path.stem not in sys.modules:
+        sys.path.append(str(path.resolve().parent))  # where workers look for it, too
+        try:
+            importlib.import_module(path.stem)
+        except ImportError as error:
+            raise UsageError(f"the script of this run cannot be imported: {error}") from error
+    return sys.modules[path.stem]
 
 
 def script_of(args):
     """The script whose Args these are."""
     return sys.modules[type(args).__module__]
+
+
+def is_dqn(script):
+    return hasattr(script, "QNetwork")
 
 
 def checkpoint_paths(run, names) -> list[Path]:
@@ -105,7 +127,8 @@ def checkpoint_paths(run, names) -> list[Path]:
 def load_policy(path, args, observation_space, action_space):
     """(network, the step at which the checkpoint was made). Raises UsageError if it is damaged or
     not of this run's script."""
-    kind, key = (dqn.QNetwork, "q_network") if script_of(args) is dqn else (sac.Actor, "actor")
+    script = script_of(args)
+    kind, key = (script.QNetwork, "q_network") if is_dqn(script) else (script.Actor, "actor")
     try:
         saved = load_checkpoint(path)
         network = kind(observation_space.shape[0], action_space, args)
@@ -160,13 +183,15 @@ def dataset_of_run(args, paths, episodes, seed, explore=False, every=1, made=())
 
 def make_dataset(args, columns, made):
     """Dataset of states that are drawn as with the Args of a script."""
-    made = made | {"script": script_of(args).__name__, "flags": flags_of(args)}
+    script = script_of(args)
+    name = script.__name__ if script in (sac, dqn) else script.__file__
+    made = made | {"script": name, "flags": flags_of(args)}
     return Dataset(json.loads(json.dumps(made, default=str)), **columns)
 
 
 def renderer_of(dataset):
     """make_renderer of the run that a dataset is from, or of the arguments it was made with."""
-    script = sac if dataset.arguments["script"] == sac.__name__ else dqn
+    script = script_named(dataset.arguments["script"])
     args = from_flags(script.Args, dataset.flags)
     return functools.partial(script.make_renderer, args)
 
@@ -256,7 +281,7 @@ def collect(
         args = dqn.Args(env_id=env_id)
     else:
         args = sac.Args(env_id="Humanoid-v5" if source == "poses" else env_id)
-    if explore and script_of(args) is dqn:
+    if explore and is_dqn(script_of(args)):
         raise UsageError("--explore: a run of DQN has no random policy to sample from")
     args.render = render.over(args.render)
     if source == "run":
@@ -269,7 +294,7 @@ def collect(
     else:
         dataset = make_dataset(args, datasets.pose_columns(per_pose, seed), made)
     datasets.save_dataset(dataset, out)
-    print(f"{out}: {len(dataset)} states; python eval_epic.py sheet --dataset {out}")
+    print(f"{out}: {len(dataset)} states; {typed(sys.argv[0])} sheet --dataset {out}")
 
 
 # ------------------------------------------------------------------------------ judging
@@ -459,7 +484,8 @@ def extremes(pool, states, good, rewards):
 def training_command(data, model, row):
     """The command line that trains on one of the combinations."""
     flags = data.flags
-    words = [f"python {data.arguments['script']}.py --env-id {flags['env_id']}"]
+    script = typed(script_named(data.arguments["script"]).__file__)
+    words = [f"{script} --env-id {flags['env_id']}"]
     words += [f"--target-prompt {shlex.quote(row['prompt'])} --clip-model {model.clip_model}"]
     if row["reward_alpha"]:
         quoted = " ".join(map(shlex.quote, model.baseline_prompt))

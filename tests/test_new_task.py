@@ -51,6 +51,14 @@ def test_a_copy_changed_as_the_document_says_trains(number, tmp_path):
     assert ("charts/success_rate" in values) == (number != 1)
     if number == 1:  # no picture is farther than white from black
         assert all(0.5 < reward < 1 for reward in rewards)
+    (tmp_path / "done.py").write_text(
+        "def done(states):\n    'Done.'\n    return states[:, 0] < 9\n"
+    )
+    judged = "success", "--run", folder, "--judge", f"{tmp_path}/done.py:done", "--episodes", 2
+    assert "100 % (2 of 2 episodes)" in run(ROOT / "eval_epic.py", *judged).stdout
+    (tmp_path / name).unlink()
+    said = run(ROOT / "eval_epic.py", *judged, code=2).stderr
+    assert re.fullmatch(rf"error: .*'{name[:-3]}'\n", said), said
 
 
 def test_a_robot_of_ones_own_is_nearest_to_the_picture_of_its_goal(tmp_path):

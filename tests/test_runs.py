@@ -26,8 +26,9 @@ import clip_reward
 import dqn_clip_classic as dqn
 import egl_render
 import sac_clip_humanoid as sac
+import training.flags
 from clip_reward import UsageError
-from training.flags import flags_of, from_flags, latest_run, load_args, parse_args
+from training.flags import flags_of, from_flags, latest_run, load_args, parse_args, typed
 
 UPRIGHT = "pole vertically upright on top of the cart"
 SMALL = [
@@ -109,6 +110,26 @@ def test_tensorboard_begins_with_what_matters_and_knows_the_hyperparameters(fini
     values = HParamsPluginData.FromString(kept).session_start_info.hparams
     assert values["seed"].number_value == 1 and values["render_size"].number_value == 64
     assert KNEELING in values["target_prompt"].string_value or script is dqn
+    # no list of flags: TensorBoard takes that of one run for all, and the scripts' differ
+    assert "_hparams_/experiment" not in events.Tags()["tensors"]
+
+
+def test_commands_are_printed_as_they_can_be_typed_here(tmp_path, monkeypatch):
+    python = Path(sys.executable)
+    monkeypatch.chdir(python.parent.parent)
+    monkeypatch.setenv("PATH", os.defpath)
+    assert typed("a b.py") == f"bin/{python.name} 'a b.py'"
+    assert typed(python.parent.parent / "x/c.py") == f"bin/{python.name} x/c.py"
+    monkeypatch.chdir(tmp_path)
+    assert typed("/x/c.py") == f"{python} /x/c.py"
+    (tmp_path / "python").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # an active virtual environment
+    assert typed("/x/c.py") == "python /x/c.py"
+    assert typed(training.flags.__file__) == f"python {training.flags.__file__}"
+    flags = tmp_path / "lib/site-packages/clip_reward/training/flags.py"
+    monkeypatch.setattr(training.flags, "__file__", str(flags))
+    assert typed(flags.parents[1] / "eval_epic.py") == "clip-reward-eval"
 
 
 def test_the_page_of_a_run_opens_from_the_disk(finished, browser):
@@ -116,7 +137,7 @@ def test_the_page_of_a_run_opens_from_the_disk(finished, browser):
     browser.get((folder / "index.html").as_uri())
     text = browser.execute_script("return document.body.innerText")
     assert (KNEELING if script is sac else UPRIGHT) in text and "96 of 96 steps" in text
-    assert f"python {script.__file__} --resume {folder} --total-timesteps 192" in text
+    assert f"{script.__name__}.py --resume {folder} --total-timesteps 192" in text
     assert f"eval_epic.py success --run {folder}" in text and "--judge FILE" not in text
     assert "render_size\t64" in text and "While training: step_96" in text
     paths = "document.querySelectorAll('svg [id^=line2d] path')"
@@ -325,9 +346,11 @@ def test_one_lost_worker_is_replaced_and_two_in_a_rollout_end_the_run(script, tm
         assert re.match(r"WARNING: reward-worker-\d-cpu was killed .*exit code -9; ", lost)
     folder = only_run(tmp_path)
     stopped = checkpoint(folder)["global_step"]
-    ends = f"; saved: step_{stopped}.pt; go on with: python {script.__file__} --resume {folder}"
+    again = rf"\S*python\S* \S*{script.__name__}\.py --resume {folder}"
+    ends = f"; saved: step_{stopped}.pt; go on with: {again}"
     assert re.fullmatch(rf"error: reward-worker-\d-cpu was killed .*exit code -9{ends}", error)
     assert 240 <= stopped < 960
+    assert f"{stopped} of 960 steps" in (folder / "index.html").read_text()
     restarts = [event.value for event in scalars(folder)[0]["charts/worker_restarts"]]
     assert restarts[0] == 0 and restarts[-1] == 1 and len(restarts) == stopped // 24
     run(*flags)

@@ -79,8 +79,12 @@ def main(python, folder):
 
     install("[train]")
     prompt = "--target-prompt", "a humanoid robot kneeling", *TINY.split()
-    run(bin / "clip-reward-sac", *prompt, "--runs-dir", "sac")
-    run(bin / "clip-reward-dqn", *prompt, "--runs-dir", "dqn")
+    for name in "sac", "dqn":
+        run(bin / f"clip-reward-{name}", *prompt, "--runs-dir", name)
+        (page,) = folder.glob(f"{name}/*/index.html")
+        for words in f"clip-reward-{name} --resume", "clip-reward-eval success --run":
+            assert f"{words} {page.parent.relative_to(folder)}" in page.read_text()
+    assert "clip-reward[track]" in run(bin / "clip-reward-sac", *prompt, "--track", code=2)
     install("[eval]")
     for name in "sac", "dqn":
         (saved,) = (folder / name).glob("*")

@@ -3,10 +3,13 @@ in args.json and read again by --resume."""
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -75,6 +78,8 @@ class RunArgs:
             raise UsageError(f"--learning-starts {self.learning_starts} is {which}")
         if self.buffer_size < rollout:
             raise UsageError(f"--buffer-size {self.buffer_size} is less than a rollout, {rollout}")
+        if self.track and not importlib.util.find_spec("wandb"):
+            raise UsageError('--track needs wandb: pip install "clip-reward[track]"')
         try:
             os.makedirs(self.runs_dir, exist_ok=True)
             tempfile.TemporaryFile(dir=self.runs_dir).close()
@@ -105,6 +110,27 @@ RESUME_MAY_CHANGE = set(
     "total_timesteps checkpoint_freq keep_checkpoints video_freq reward_devices clip_batch_size "
     "clip_cache_dir worker_timeout allow_slow cuda compile track judge runs_dir resume".split()
 )
+
+
+COMMANDS = {  # of training/launch.py
+    "sac_clip_humanoid.py": "clip-reward-sac",
+    "dqn_clip_classic.py": "clip-reward-dqn",
+    "eval_epic.py": "clip-reward-eval",
+}
+
+
+def typed(script):
+    """What somebody types to start a script here: its command if it was installed by pip, else the
+    Python that runs this and the script's path."""
+    here, script, python = Path(__file__).resolve().parents[1], Path(script), Path(sys.executable)
+    if "site-packages" in here.parts and script.resolve().parent == here:
+        return COMMANDS[script.name]
+    if (found := shutil.which("python")) and Path(found).parent == python.parent:
+        python = Path("python")  # of the virtual environment that is active
+    paths = (
+        x.relative_to(Path.cwd()) if x.is_relative_to(Path.cwd()) else x for x in (python, script)
+    )
+    return " ".join(shlex.quote(str(path)) for path in paths)
 
 
 def flags_of(args):

@@ -8,6 +8,8 @@ import logging
 import shlex
 from pathlib import Path
 
+from training.flags import typed
+
 CURVES = {  # title: scalars, as on the first page of TensorBoard's custom layout
     "reward per step": ["charts/clip_reward"],
     "share of successful episodes": ["charts/success_rate"],
@@ -85,13 +87,13 @@ def commands(folder, flags, steps):
     from evaluation import judges
 
     script, where = flags.get("script", "SCRIPT.py"), shlex.quote(str(folder))
-    go_on = f"python {shlex.quote(script)} --resume {where}"
+    go_on = f"{typed(script)} --resume {where}"
     if steps >= flags["total_timesteps"]:
         go_on += f" --total-timesteps {2 * flags['total_timesteps']}"
     judge = Path(script).with_name("eval_epic.py")
     if not judge.exists():
         judge = Path(__file__).resolve().parent.parent / "eval_epic.py"
-    judge = f"python {shlex.quote(str(judge))} success --run {where}"
+    judge = f"{typed(judge)} success --run {where}"
     if not (flags.get("judge") or judges.task_for(flags["env_id"], flags.get("target_prompt", ()))):
         judge += " --judge FILE.py:FUNCTION"
     return go_on, judge

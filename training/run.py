@@ -44,6 +44,7 @@ from training.flags import (
     excepthook,
     experiment_of,
     flags_of,
+    typed,
 )
 from training.page import CURVES, events_of, make_page
 
@@ -219,8 +220,9 @@ class Run:
         flags = experiment_of(self.args).items()
         plain = {x: y if isinstance(y, (bool, int, float)) else str(y) for x, y in flags}
         metrics = "charts/clip_reward", "charts/success_rate", "charts/episodic_return"
-        for summary in hparams(plain, dict.fromkeys(metrics))[:2]:  # the third says that it is over
-            self.writer.file_writer.add_summary(summary)
+        # Without the first, which says what flags there are: TensorBoard would take that of one run
+        # for all, and DQN's are others than SAC's. Without the third, which says that it is over.
+        self.writer.file_writer.add_summary(hparams(plain, dict.fromkeys(metrics))[1])
         panels = {title: ["Multiline", tags] for title, tags in CURVES.items()}
         self.writer.add_custom_scalars({"the run": panels})
 
@@ -418,9 +420,6 @@ class Run:
         if self.due(self.args.checkpoint_freq or math.inf) or self.save_soon:
             self.save_soon = False
             self._save(self._state())
-            with self._dispensable("index.html"):
-                self.writer.flush()
-                write(self.folder / "index.html", make_page(self.folder, self.events).encode())
 
     def _save(self, state):
         path = self.folder / f"checkpoints/step_{state['global_step']}.pt"
@@ -428,6 +427,9 @@ class Run:
         if kept := self.args.keep_checkpoints:
             for old in list(checkpoints(self.folder).values())[kept:]:
                 old.unlink(missing_ok=True)
+        with self._dispensable("index.html"):
+            self.writer.flush()
+            write(self.folder / "index.html", make_page(self.folder, self.events).encode())
 
     def keep_best(self, reward, **networks):
         """checkpoints/best.pt: those networks whose rollout had the highest reward so far."""
@@ -448,7 +450,7 @@ class Run:
             rows = [np.concatenate(list(moments[i : i + 5]), axis=1) for i in (0, 5)]
             sheet = Image.fromarray(np.concatenate(rows))
             sheet.resize((1200, 1200 * sheet.height // sheet.width)).save(path.with_suffix(".png"))
-            thin = -(-max(frames.shape[1:3]) // 400)  # TensorBoard takes GIFs: small ones
+            thin = -(-frames.shape[1] // 400)  # TensorBoard takes GIFs: small ones
             thumbnails = frames[:, ::thin, ::thin]
             egl_render.add_video(self.writer, "videos/rollout", thumbnails, self.global_step, fps)
             if self.args.track:
@@ -498,7 +500,7 @@ class Run:
 
     def _how_to_go_on(self):
         for path in checkpoints(self.folder).values():
-            return f"saved: {path.name}; go on with: python {sys.argv[0]} --resume {self.folder}"
+            return f"saved: {path.name}; go on with: {typed(sys.argv[0])} --resume {self.folder}"
         return "nothing is saved"
 
     def close(self):
