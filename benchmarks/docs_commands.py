@@ -40,6 +40,7 @@ SHORT = {  # flags after those of the document, by the words of a command
     "updates.py": "--rounds 1 --device cpu",
     "soak.py": "--steps 11000 --every 1",
     "plot_runs.py": "",
+    "screenshots.py": "--out data --wait 4",
     "chaos.py": "--deaths 2 --script dqn --seeds 1",
     "sweep.py": "--seeds 1 --total-timesteps 200 --num-envs 2 --episode-length 10 --tasks CartPole"
     " --learning-starts 40 --gradient-steps 2"
@@ -53,9 +54,9 @@ ELSEWHERE = {  # run by something else, or by nothing
     "imitation_reward.py": "docs_commands.sh",
     "eval_epic.py label": "it waits for a person; tests/test_label_page.py",
     "docs_commands.py": "this",
-    "screenshots.py": "it writes into docs/",
+    "--reward-devices ray": "tests/test_ray.py, which has a cluster",
     "wheel.py": "docs_commands.sh",
-    "train.py": "make tiny_clip, half an hour; tests/test_tiny_clip.py",
+    "train.py": "make tiny_clip, three hours; tests/test_tiny_clip.py",
     "evaluate.py": "minutes; tests/test_tiny_clip.py",
     "hacked.py": "it wants runs that are gone",
     "paint.py": "it writes into scenes/; tests/test_scenes.py",
@@ -67,7 +68,10 @@ gym.register("MyTask-v0", "gymnasium.envs.mujoco.reacher_v5:ReacherEnv")
 
 
 def commands(text):
-    """Lines of a document that begin with python, with what follows a backslash."""
+    """Lines of a document that begin with python, with what follows a backslash, and with the
+    variables that the document sets."""
+    for name, value in re.findall(r'\b([A-Z]+)="(.*?)"$', text, re.M | re.S):
+        text = text.replace(f'"${name}"', f'"{value}"').replace(f"${name} ", f"{value} ")
     for found in re.findall(r"^ {4}[^#\n`]*?\bpython ((?:.*\\\n)*.*)$", text, re.M):
         line = re.sub(r"\\+\n\s*", "", found).partition("; done")[0]
         yield re.sub(r"\s{2,}#.*|\s# .*", "", line).strip()

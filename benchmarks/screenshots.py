@@ -29,18 +29,20 @@ def main(run: tyro.conf.Positional[Path], out: Path = Path("docs"), wait: float 
     try:
         address = next(filter(None, (re.search(r"http://\S+", line) for line in board.stderr)))[0]
         pages = {
-            "tensorboard.png": (f"{address}#custom_scalars", wait, 1000),
-            "index_page.png": ((run / "index.html").resolve().as_uri(), 1.0, 1750),
+            "tensorboard.png": (f"{address}#custom_scalars", wait),
+            "index_page.png": ((run / "index.html").resolve().as_uri(), 1.0),
         }
         options = webdriver.ChromeOptions()
         for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "hide-scrollbars"):
             options.add_argument(f"--{flag}")
         options.binary_location = shutil.which("chromium") or shutil.which("google-chrome")
         browser = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
-        for name, (page, seconds, height) in pages.items():
-            browser.set_window_size(1280, height)
+        for name, (page, seconds) in pages.items():
+            browser.set_window_size(1280, 1400)
             browser.get(page)
             time.sleep(seconds)
+            whole = browser.execute_script("return document.documentElement.scrollHeight")
+            browser.set_window_size(1280, max(1400, whole))
             browser.save_screenshot(str(out / name))
             print(f"wrote {out / name}")
         browser.quit()

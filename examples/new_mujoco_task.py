@@ -1,6 +1,6 @@
 """A robot of one's own: its MuJoCo model, its environment, its camera, its goal, all in this file.
 
-    python examples/new_mujoco_task.py                        # offline, a few minutes on two cores
+    python examples/new_mujoco_task.py                        # offline, two minutes on two cores
     python examples/new_mujoco_task.py --target-prompt "a desk lamp to read by" \\
         --clip-model ViT-bigG-14/laion2b_s39b_b160k --render-size 480      # by a sentence, on a GPU
 
