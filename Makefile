@@ -85,6 +85,12 @@ tiny_clip: setup
 		--shares 0.16 0.12 0.12 0.22 0.12 0.06 0.07 0.08 0.05
 	$(PY) tiny_clip/train.py --init tiny_clip --seed 4 --pictures 84000 --epochs 4 --lr 8e-4 \
 		--shares 0.25 0.25 0.15 0.11 0.07 0.04 0.05 0.05 0.03
+	$(PY) tiny_clip/train.py --init tiny_clip --seed 5 --pictures 64000 --epochs 4 --lr 8e-4 \
+		--shares 0.28 0.30 0.12 0.09 0.06 0.03 0.04 0.05 0.03
+	$(PY) tiny_clip/train.py --init tiny_clip --seed 6 --pictures 90000 --epochs 3 --lr 8e-4 \
+		--shares 0.28 0.34 0.12 0.07 0.05 0.03 0.04 0.04 0.03
+	$(PY) tiny_clip/train.py --init tiny_clip --seed 7 --pictures 100000 --epochs 4 --lr 8e-4 \
+		--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
 	$(PY) tiny_clip/evaluate.py > tiny_clip/figures.md
 
 clean:

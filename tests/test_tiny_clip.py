@@ -133,7 +133,8 @@ def test_truth_of_classic_states_has_its_maximum_at_the_goal():
 
 
 def test_a_classic_job_gives_pictures_of_its_scene_and_only_its_own_concepts():
-    pictures, truth, weight = data.draw_job(data.Job(3, "mountain_plain", 120))
+    pictures, truth, weight, shape = data.draw_job(data.Job(3, "mountain_plain", 120))
+    assert shape.shape == (120, data.GEOMETRY) and np.isnan(shape).all()
     assert pictures.shape == (120, 3, 64, 64) and pictures.dtype == np.uint8
     mine = np.array([concept in classic.CAPTIONS for concept in data.CONCEPTS])
     assert (truth[:, ~mine] == 0).all() and (weight[:, mine] == 1).all()
@@ -195,6 +196,34 @@ def test_a_half_pose_lies_between_two_poses():
     assert (raised < 0.3).any() and ((raised > 0.3) & (raised < 0.6)).any() and (raised > 0.8).any()
     bottoms = [poses._bottoms(*poses._at(state)).min() for state in states]
     np.testing.assert_allclose(bottoms, 0, atol=1e-9)
+
+
+def test_a_near_miss_is_beside_a_pose_on_every_side_of_it():
+    rng = np.random.default_rng(4)
+    pose = poses.sample("hands_on_hips", rng)[0]
+    states = np.stack([poses.near(pose, rng) for _ in range(60)])
+    off = states[:, 7:] - pose[7:]
+    assert 0.05 < np.abs(off[:, 11:]).mean() < 0.5  # radians, of the arms
+    elbows = off[:, [13, 16]]  # no other joint of it is far from both its limits
+    assert ((elbows > 0.1).any(0) & (elbows < -0.1).any(0)).all()
+    degree = data.degrees(poses.describe(states))["hands_on_hips"]
+    own = data.degrees(poses.describe(pose[None]))["hands_on_hips"][0]
+    assert (degree < 0.6 * own).sum() > 20 and degree.max() > 0.95 * own > 0.7
+    bottoms = [poses._bottoms(*poses._at(state)).min() for state in states]
+    np.testing.assert_allclose(bottoms, 0, atol=1e-9)
+
+
+def test_the_geometry_of_a_picture_is_that_of_its_mirror_image():
+    qpos = poses.rollout_states(np.random.default_rng(1), 2, 20).reshape(-1, 24)
+    found = data.geometry(qpos)
+    assert found.shape == (40, data.GEOMETRY)
+    mirrored = np.stack([poses._mirror(state) for state in qpos])
+    np.testing.assert_allclose(data.geometry(mirrored), found, atol=1e-6)
+    heights = [geometry(state)[0] for state in qpos]
+    hands = [[at["right_hand"][2], at["left_hand"][2]] for at in heights]
+    columns = np.sort(np.array(hands), 1) - 0.04  # a hand's radius
+    distances = [np.abs(found.T - columns[:, side]).max(1).min() for side in (0, 1)]
+    assert max(distances) < 1e-6
 
 
 def test_the_loss_asks_for_a_cosine_that_is_linear_in_the_degree():

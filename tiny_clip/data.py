@@ -1,7 +1,7 @@
 """What tiny_clip learns from: pictures of the scenes, captions, and which is how true.
 
     qpos, truth, weight = draw_states(np.random.default_rng(0), 600)   # [600, 24], [600, C] twice
-    pictures, truth, weight = make_pictures([Job(seed=0, scene="varied", count=600)], workers=2)
+    pictures, truth, weight, geometry = make_pictures([Job(seed=0, scene="varied", count=600)])
 
 No picture has one caption of its own. CONCEPTS are C things that can be said of a picture, each in
 several wordings, and `truth` says how true each is of each picture, from 0 to 1. Where geometry
@@ -91,7 +91,7 @@ def degrees(facts):
         x, y, z = (part[f"hand_{axis}"] for axis in "xyz")
         feet.append(_ramp(-part["foot"], -0.15, -0.04))
         raised.append(np.interp(z, [-0.35, 0.1, 0.35], [0, 0.35, 1]))
-        beside = abs(np.stack([x, y - 0.21, z + 0.38])) - [[0.08], [0.06], [0.06]]
+        beside = abs(np.stack([x, y - 0.21, z + 0.36])) - [[0.09], [0.08], [0.09]]
         beside = np.linalg.norm(beside.clip(0), axis=0)  # of the place of a hand on its hip
         hips.append(np.interp(beside, [0, 0.05, 0.1, 0.4], [1, 0.55, 0.25, 0]))
         across = np.interp(y, [0.02, 0.08, 0.16, 0.35], [1, 0.5, 0.25, 0])
@@ -101,7 +101,8 @@ def degrees(facts):
         behind = behind * _ramp(-knee_out, -0.42, -0.28)
         kneels.append(np.interp(knee, [0.05, 0.1, 0.2, 0.42], [1, 0.65, 0.3, 0]) * behind)
         folded = _ramp(-foot_out, -0.45, -0.12), _ramp(-part["foot_fwd"], -0.7, -0.25)
-        lotus.append(_half(_ramp(-knee, -0.5, -0.17), _ramp(knee_out, 0.05, 0.3), *folded))
+        down = np.interp(knee, [0.17, 0.25, 0.5], [1, 0.5, 0])
+        lotus.append(_half(down, _ramp(knee_out, 0.05, 0.3), *folded))
         low = _ramp(-part["foot"], -0.4, -0.05), _ramp(-knee, -0.4, -0.06)
         splits.append(_half(_ramp(foot_out, 0.1, 0.68), *low))
     passed = f["right_hand_y"] + f["left_hand_y"]  # each other, the hands
@@ -141,6 +142,24 @@ def _row(name):
     return np.array([row.get(concept, 0.0) for concept in CONCEPTS])
 
 
+GEOMETRY = 27  # what `geometry` finds
+
+
+def geometry(qpos):
+    """What train.py has a picture tell beside its captions, of states qpos [B, 24]: the facts of
+    poses.describe, of the two sides the larger and the smaller, which a mirror does not change.
+    [B, G] float64, lengths in m."""
+    facts, columns = poses.describe(qpos), []
+    for name, values in facts.items():
+        side, _, part = name.partition("_")
+        if side == "right":
+            columns.append(np.maximum(values, facts[f"left_{part}"]))
+            columns.append(np.minimum(values, facts[f"left_{part}"]))
+        elif side != "left":
+            columns.append(values)
+    return np.stack(columns, 1)
+
+
 def _family(concepts):
     """Weights [C]: of a picture's own concepts 1; others, easily told apart, count little."""
     return np.array([1.0 if concept in concepts else 0.15 for concept in CONCEPTS])
@@ -178,7 +197,8 @@ def truth_of(names, qpos):
 
 
 # Share of the pictures by where their state comes from, and of the samples by pose.
-SOURCES = dict(sample=0.30, blend=0.12, detour=0.10, half=0.22, rollout=0.08, policy=0.18)
+SOURCES = dict(sample=0.22, blend=0.10, detour=0.08, half=0.16, near=0.18, rollout=0.06,
+               policy=0.20)  # fmt: skip
 POSE_WEIGHTS = dict(kneeling=4, standing=3, contorted=3, lotus=2, splits=2, arms_raised=2,
                     falling=2, hands_on_hips=1.5, arms_crossed=1.5, one_leg=1.5, lying_back=1.5,
                     lying_front=1.5, squatting=2, sitting=1.5, crawling=1.5)  # fmt: skip
@@ -190,7 +210,7 @@ HALF_STARTS = ("standing", "standing", "standing", "standing", "squatting", "kne
                "arms_raised", "falling")  # fmt: skip
 
 
-def _turned(qpos, rng, facing=0.4):
+def _turned(qpos, rng, facing=0.6):
     """States [B, 24] of which a share `facing` is turned to within 30 degrees of +x, where every
     episode of Humanoid-v5 starts and where the paper's camera stands; and moved about the floor."""
     qpos = qpos.copy()
@@ -251,6 +271,7 @@ def draw_states(rng, count):
     halves = [
         poses.half(one_of(HALF_STARTS), one_of(BLEND_GOALS), rng) for _ in range(todo["half"])
     ]
+    halves += [poses.near(one_of(BLEND_GOALS), rng) for _ in range(todo["near"])]
     episodes = poses.rollout_states(rng, max(2, todo["rollout"] // 40 // 2 * 2))
     rolled = episodes.reshape(-1, 24)
     rolled = rolled[rng.choice(len(rolled), min(todo["rollout"] + 12, len(rolled)), replace=False)]
@@ -293,7 +314,7 @@ def environment_camera():
 def _camera(scene, rng):
     if scene == "plain" and rng.random() < 0.3:
         return environment_camera()
-    if rng.random() < 0.3:
+    if rng.random() < 0.2:
         return egl_render.PAPER_CAMERA
     azimuth = rng.uniform(90, 270)  # from the left side to the right
     if scene == "canonical" and rng.random() < 0.7:
@@ -308,11 +329,12 @@ def _camera(scene, rng):
 
 
 def draw_job(job):
-    """One job's pictures [count, 3, 64, 64] uint8, truth and weight [count, C] float32."""
+    """One job's pictures [count, 3, 64, 64] uint8; truth and weight [count, C], geometry [count, G]
+    float32, nan where there is no humanoid."""
     rng = np.random.default_rng(job.seed)
     draw = _draw_classic if job.scene in classic.SCENES else _draw_humanoid
-    pictures, truth, weight = draw(job, rng)
-    return pictures, truth.astype(np.float32), weight.astype(np.float32)
+    pictures, *known = draw(job, rng)
+    return pictures, *(column.astype(np.float32) for column in known)
 
 
 def _draw_humanoid(job, rng):
@@ -333,7 +355,7 @@ def _draw_humanoid(job, rng):
             renderer.cameras = cameras[i : i + 1]  # a new renderer would cost a GL context
             pictures[i] = shrink(renderer.render(states[i : i + 1]))[0]
         renderer.close()
-    return pictures, truth, weight
+    return pictures, truth, weight, geometry(qpos)
 
 
 def _draw_classic(job, rng):
@@ -345,7 +367,7 @@ def _draw_classic(job, rng):
     for part in np.array_split(states, max(1, job.count // 100)):
         size = int(rng.choice([*SIZES, 480], p=[*(0.95 * p for p in SIZES.values()), 0.05]))
         pictures.append(shrink(classic.draw(job.scene, part, size, rng)))
-    return np.concatenate(pictures), truth, weight
+    return np.concatenate(pictures), truth, weight, np.full((job.count, GEOMETRY), np.nan)
 
 
 def shrink(frames):
@@ -356,8 +378,8 @@ def shrink(frames):
 
 
 def make_pictures(jobs, workers=2):
-    """All jobs' pictures [N, 3, 64, 64] uint8, truth and weight [N, C] float32, drawn in processes
-    of their own."""
+    """All jobs' pictures [N, 3, 64, 64] uint8, truth, weight [N, C] and geometry [N, G] float32,
+    drawn in processes of their own."""
     with multiprocessing.get_context("spawn").Pool(workers, torch.set_num_threads, (1,)) as pool:
         parts = list(tqdm(pool.imap(draw_job, jobs), "scenes", len(jobs)))
     return tuple(np.concatenate(column) for column in zip(*parts, strict=True))

@@ -3,7 +3,8 @@
     python tiny_clip/hacked.py runs/RUN [runs/RUN ...]
 
 Of every checkpoint of each run (trained with --keep-checkpoints 0) some episodes, with actions
-sampled as in training. Random policies never half-kneel or raise one arm; who is paid for it does.
+sampled as in training, are added to what is there. Random policies never half-kneel or raise one
+arm; who is paid for it does.
 """
 
 import sys
@@ -20,19 +21,21 @@ EPISODES, EVERY = 6, 8  # of each checkpoint, and how many steps of an episode m
 
 
 def main(runs):
-    states, episodes, names = [], [], []
+    with np.load(HACKED) as file:
+        states, episodes, sources = ([file[key]] for key in ("states", "episode", "source"))
     for run in runs:
         args = eval_epic.load_run(run)
         for path in eval_epic.checkpoint_paths(run, ["all"]):
-            seeds = np.random.SeedSequence((len(names), 5)).generate_state(EPISODES)
+            seeds = np.random.SeedSequence((len(sources), 5)).generate_state(EPISODES)
             played = eval_epic.rollout(args, path, seeds, explore=True)
             kept = played["step"] % EVERY == EVERY - 1
             states.append(played["states"][kept, :24])
-            episodes.append(played["episode"][kept] + EPISODES * len(names))
-            names.append(f"{args.reward.target_prompt[0]}, {path.stem}")
-    states, episodes = np.concatenate(states).astype(np.float32), np.concatenate(episodes)
-    source = np.repeat(names, EPISODES)  # of each episode
-    np.savez_compressed(HACKED, states=states, episode=episodes.astype(np.int16), source=source)
+            episodes.append(played["episode"][kept] + sum(map(len, sources)))
+            name = f"{args.reward.target_prompt[0]}, {path.stem} of {Path(run).resolve().name}"
+            sources.append([name] * EPISODES)  # of each episode
+    states, episode, source = map(np.concatenate, (states, episodes, sources))
+    states, episode = states.astype(np.float32), episode.astype(np.int16)
+    np.savez_compressed(HACKED, states=states, episode=episode, source=source)
     print(f"{HACKED}: {len(states)} states of {len(source)} episodes")
 
 

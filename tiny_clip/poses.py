@@ -216,6 +216,19 @@ def half(start, goal, rng):
     return put_down(qpos)
 
 
+def near(pose, rng):
+    """A state [24] beside another [24]: some limbs are turned by up to some 40 degrees in every
+    joint, the wrong way as often as the right one. The way of `half` leads past few of these."""
+    qpos, ranges = pose.copy(), _world()[0].jnt_range[1:]
+    for limb in LIMBS:
+        if rng.random() < 0.5:
+            qpos[limb] += np.radians(rng.uniform(5, 40)) * rng.normal(size=len(qpos[limb]))
+    qpos[7:] = np.clip(qpos[7:], ranges[:, 0], ranges[:, 1])
+    if rng.random() < 0.3:
+        qpos[3:7] = rotate(qpos[3:7], [*rng.normal(size=2), 0], np.radians(rng.uniform(0, 30)))
+    return put_down(qpos)
+
+
 def blend(goal_name, rng, t):
     """`path` from a standing sample (t=0) into one of the goal pose (t=1), in one heading."""
     start, goal = _settled("standing", rng), _settled(goal_name, rng)
