@@ -63,7 +63,15 @@ from evaluation import datasets, figures, judges, label_page
 from evaluation.datasets import Dataset, load_dataset
 from evaluation.metrics import auc, epic_distance, epic_interval, interval, pearson
 from evaluation.rewards import Model, Rewards, Variants, check_distinct, rewards_of, scored
-from training.flags import checkpoints, errors_in_one_line, flags_of, from_flags, load_args, typed
+from training.flags import (
+    checkpoints,
+    errors_in_one_line,
+    flags_of,
+    from_flags,
+    load_args,
+    saved_flags,
+    typed,
+)
 from training.page import make_page
 from training.run import load_checkpoint, write
 
@@ -77,13 +85,9 @@ egl_render.setup_gl()  # before an environment or a judge imports mujoco
 
 def load_run(folder):
     """The Args of a run, of whichever script. Raises UsageError for what is no run's folder."""
-    path = Path(folder) / "args.json"
-    try:
-        name = json.loads(path.read_text())["script"]
-    except (OSError, ValueError, LookupError):  # load_args has words for it, or it is an old one
-        name = sac if path.is_file() and "policy_lr" in path.read_text() else dqn
-        name = name.__name__
-    args = load_args(folder, script_named(name).Args)
+    flags = saved_flags(folder)
+    older = sac if "policy_lr" in flags else dqn  # than the script's name in there
+    args = load_args(folder, script_named(flags.get("script", older.__file__)).Args)
     if hasattr(args, "terminate"):
         args.terminate = False  # whatever it learned by, it is judged on whole episodes
     return args

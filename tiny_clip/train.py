@@ -170,8 +170,8 @@ def main():
     # before the last layer have to say that too, by a linear map that is thrown away afterwards.
     features = []
     model.visual.layer4.register_forward_hook(lambda *call: features.append(call[-1].flatten(1)))
-    model.encode_image(normalised(pictures[:2]))
-    head = torch.nn.Linear(features.pop().shape[1], data.GEOMETRY)
+    tokens, channels = model.visual.attnpool.positional_embedding.shape  # places and their mean
+    head = torch.nn.Linear((tokens - 1) * channels, data.GEOMETRY)
     humanoid = ~geometry[:, 0].isnan()
     std, mean = torch.std_mean(geometry[humanoid], 0)
     geometry = ((geometry - mean) / std).clamp(-3, 3)
@@ -198,8 +198,8 @@ def main():
             model.train()
             batch = augmented(pictures[rows], generator)
             loss = loss_of(model, batch, truth[rows], weight[rows], next(captions))
-            told = head(features.pop())[humanoid[rows]]
-            geometry_loss = F.mse_loss(told, geometry[rows][humanoid[rows]])
+            robots = humanoid[rows]
+            geometry_loss = F.mse_loss(head(features.pop())[robots], geometry[rows][robots])
             loss = loss + GEOMETRY_WEIGHT * geometry_loss
             optimizer.zero_grad(set_to_none=True)
             loss.backward()

@@ -157,9 +157,9 @@ def from_flags(kind, values):
     return kind(**known)
 
 
-def load_args(run_dir, Args):
-    """The Args that a run was started with, from its args.json. Raises UsageError for no run's
-    folder, a damaged args.json, or another script's."""
+def saved_flags(run_dir):
+    """What args.json of a run says: {name: value}, and "script", what was started. Raises
+    UsageError for no run's folder or a damaged file."""
     path = Path(run_dir) / "args.json"
     try:
         saved = json.loads(path.read_text()).items()
@@ -167,7 +167,14 @@ def load_args(run_dir, Args):
         raise UsageError(f"{run_dir}: not the folder of a run, it has no args.json") from error
     except (ValueError, AttributeError) as error:
         raise UsageError(f"{path} is damaged: {error}") from error
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved if name != "script"}
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in saved}
+
+
+def load_args(run_dir, Args):
+    """The Args that a run was started with. Raises UsageError as `saved_flags`, and for another
+    script's."""
+    values = saved_flags(run_dir)
+    values.pop("script", None)
     if foreign := ", ".join(sorted(values.keys() - flags_of(Args()).keys())):
         raise UsageError(f"{run_dir}: a run of another script or version; it has {foreign}")
     return from_flags(Args, values)
