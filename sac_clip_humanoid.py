@@ -74,6 +74,9 @@ class Args(RunArgs):
     """transitions in the replay buffer, rounded down to whole rollouts"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.95
     """discount factor"""
+    n_step: Positive = 1
+    """rewards that a target sums before it bootstraps; with 3 they get to earlier states in a third
+    of the updates (Sutton and Barto 2018, chapter 7; not in the paper)"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """share of the critics that moves into the target critics at each update"""
     batch_size: Positive = 512
@@ -113,6 +116,8 @@ def check_args(args: Args) -> None:
     args.check()
     if args.autotune and args.entropy_coef == 0:
         raise UsageError("--entropy-coef 0.0 cannot be tuned (see --no-autotune)")
+    if args.n_step > args.episode_length:
+        raise UsageError(f"--n-step {args.n_step} is beyond --episode-length {args.episode_length}")
     scene, observation_dim, action_dim = check_env(args.env_id)
     for flag, given in ("judge", args.judge), ("camera-azimuth", args.render.camera_azimuth):
         if scene == "frames" and given:
@@ -307,8 +312,8 @@ class ReplayBuffer(Rings):
     """A ring of whole rollouts, float32. Fixed-length episodes have no reset inside, so the next
     observation is the following row: T + 1 rows for T steps, half the memory of storing both."""
 
-    def __init__(self, rollouts, T, N, observation_dim, action_dim, device):
-        self.rollout_size, self.num_envs, self.count = T * N, N, 0  # count: rollouts ever added
+    def __init__(self, rollouts, T, N, observation_dim, action_dim, device, gamma=0.95, n_step=1):
+        self.gamma, self.n_step, self.count = gamma, n_step, 0  # count: rollouts ever added
         self.observations = torch.empty(rollouts, T + 1, N, observation_dim, device=device)
         self.actions = torch.empty(rollouts, T, N, action_dim, device=device)
         self.rewards = torch.empty(rollouts, T, N, device=device)
@@ -319,13 +324,18 @@ class ReplayBuffer(Rings):
         super().add(*(torch.as_tensor(values)[None] for values in rollout))
 
     def sample(self, batch_size):
-        """-> observations [B, O], next observations [B, O], actions [B, A], rewards [B]."""
-        filled = min(self.count, len(self.rewards)) * self.rollout_size
+        """-> observations [B, O], those n steps later [B, O], actions [B, A], and what the rewards
+        of these n steps sum up to, discounted [B]. All n steps are in one episode."""
+        (rollouts, T, N), n = self.rewards.shape, self.n_step
+        starts = (T - n + 1) * N  # in every rollout
+        filled = min(self.count, rollouts) * starts
         index = torch.randint(filled, (batch_size,), device=self.rewards.device)
-        row = index + index // self.rollout_size * self.num_envs  # one row more in every rollout
-        observations = self.observations.flatten(0, 2)
-        now, later = observations[row], observations[row + self.num_envs]
-        return now, later, self.actions.flatten(0, 2)[index], self.rewards.flatten()[index]
+        step = index + index // starts * (n - 1) * N  # among the actions and rewards
+        row = index + index // starts * n * N  # one row more in every rollout
+        observations, rewards = self.observations.flatten(0, 2), self.rewards.flatten()
+        now, later = observations[row], observations[row + n * N]
+        returns = sum(self.gamma**k * rewards[step + k * N] for k in range(n))
+        return now, later, self.actions.flatten(0, 2)[step], returns
 
 
 def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
@@ -385,7 +395,7 @@ def update(batch, learner, args: Args):
     actor, critic, target_critic = networks
     alpha = log_alpha.detach().exp()
     qf_losses, qf_values = update_critic(
-        batch, actor, critic, target_critic, critic_optimizer, alpha, args.gamma
+        batch, actor, critic, target_critic, critic_optimizer, alpha, args.gamma**args.n_step
     )
     actor_loss, log_density = update_actor(batch[0], actor, critic, actor_optimizer, alpha)
     entropy, target_entropy = -log_density.mean(), -batch[2].shape[1]
@@ -430,7 +440,8 @@ if __name__ == "__main__":
         learn = compile_update(learn, device)
 
     rollouts = min(args.buffer_size, args.total_timesteps + T * N - 1) // (T * N)
-    buffer = ReplayBuffer(rollouts, T, N, observation_dim, action_dim, device)
+    sizes = rollouts, T, N, observation_dim, action_dim
+    buffer = ReplayBuffer(*sizes, device, args.gamma, args.n_step)
     run.start(learner, buffer, pool, envs)  # with --resume: as they were
 
     while run.goes_on():

@@ -120,6 +120,8 @@ ROWS = {
 --entropy-coef 0                            | --entropy-coef 0
 --entropy-coef -1 --no-autotune             | --entropy-coef -1
 --entropy-coef nan                          | --entropy-coef nan
+--n-step 0                                  | --n-step 0
+--n-step 101                                | --n-step 101
 --random-repeat 0                           | --random-repeat 0
 --policy-lr nan                             | --policy-lr nan
 --policy-lr 0                               | --policy-lr 0

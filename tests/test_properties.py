@@ -133,16 +133,18 @@ def test_the_ring_holds_the_newest_and_takes_back_the_last(size, counts, seed):
         assert (actions == rewards.long() % 2).all() and (ends == rewards % 2).all()
 
 
-@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))
-def test_the_next_observation_is_that_of_the_same_environment(rollouts, T, N, added):
-    buffer = sac.ReplayBuffer(rollouts, T, N, 3, 2, "cpu")
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.data())
+def test_n_steps_later_is_the_same_environment_and_episode(rollouts, T, N, added, data):
+    n = data.draw(st.integers(1, T))
+    buffer = sac.ReplayBuffer(rollouts, T, N, 3, 2, "cpu", 1.0, n)
     for k in range(added):
         step, env = np.indices((T + 1, N))
         observations = np.stack([np.full_like(step, k), step, env], -1)
         actions = observations[:-1, :, 1:]
         buffer.add(observations, actions, 100.0 * k + 10 * step[:-1] + env[:-1])
     now, later, actions, rewards = buffer.sample(200)
-    assert (later - now == torch.tensor([0, 1, 0])).all()
+    assert (later - now == torch.tensor([0, n, 0])).all()
     assert (actions == now[:, 1:]).all()
-    assert (rewards == now @ torch.tensor([100.0, 10, 1])).all()
+    first = now @ torch.tensor([100.0, 10, 1])
+    assert (rewards == n * first + 10 * sum(range(n))).all()
     assert set(now[:, 0].int().tolist()) <= set(range(max(0, added - rollouts), added))

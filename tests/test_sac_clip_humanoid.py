@@ -254,6 +254,14 @@ def test_replay_keeps_transitions_together_across_the_ring():
     seen = set(here[:, 0].tolist())
     expected = {1000 * r + 100 * n + t for r in (1, 2) for n in range(envs) for t in range(steps)}
     assert seen == expected
+    three = sac.ReplayBuffer(2, steps, envs, 1, 1, "cpu", gamma=0.5, n_step=3)
+    three.load_state_dict(buffer.state_dict())
+    here, after, actions, rewards = three.sample(4000)
+    torch.testing.assert_close(after, here + 3)
+    torch.testing.assert_close(actions, here + 0.5)
+    first = here[:, 0]  # the rewards are first + 1, first + 2, first + 3
+    torch.testing.assert_close(rewards, first + 1 + 0.5 * (first + 2) + 0.25 * (first + 3))
+    assert set(first.tolist()) == {code for code in expected if code % 100 <= steps - 3}
     copy = sac.ReplayBuffer(2, steps, envs, 1, 1, device="cpu")
     copy.load_state_dict(buffer.state_dict())
     torch.manual_seed(3)

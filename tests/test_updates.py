@@ -67,10 +67,12 @@ def assert_same(network, expected):
         torch.testing.assert_close(parameter.detach().double(), value, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("autotune", [True, False])
 @pytest.mark.parametrize("layer_norm", [False, True])
-def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune):
+def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune, n_step):
     args = sac.Args(layer_norm=layer_norm, autotune=autotune, hidden_size=24, entropy_coef=0.3)
+    args.n_step = n_step
     args.gamma, args.tau, args.policy_lr, args.q_lr = 0.9, 0.1, 2e-3, 3e-3
     torch.manual_seed(0)
     space, device = gym.spaces.Box(-1, 1, (ACTIONS,)), torch.device("cpu")
@@ -109,7 +111,7 @@ def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune):
         with torch.no_grad():
             later_actions, density = sample(later, later_noise)
             soft = torch.minimum(*value(targets, later, later_actions)) - alpha * density
-            y = rewards + 0.9 * soft
+            y = rewards + 0.9**n_step * soft
         losses = [(q - y).square().mean() for q in value(critics, observations, actions)]
         means = [q.mean().item() for q in value(critics, observations, actions)]
         critic_adam.step(sum(losses))
