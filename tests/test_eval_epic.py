@@ -23,6 +23,7 @@ import dqn_clip_classic as dqn
 import egl_render
 import eval_epic
 import sac_clip_humanoid as sac
+from benchmarks import gallery
 from clip_reward import UsageError
 from evaluation import datasets, figures, judges
 from training.flags import flags_of
@@ -668,3 +669,16 @@ def test_prompts_of_a_classic_task_has_no_cameras(tmp_path):
     rows = read_table(tmp_path / "p_cartpole/prompts.csv")
     assert len(rows) == 3 * 3 and {row["camera_azimuth"] for row in rows} == {""}
     assert float(rows[0]["auc"]) > 0.95
+
+
+def test_the_gallery_shows_each_run_in_the_middle_of_an_episode(runs, tmp_path):
+    out = tmp_path / "tasks.png"
+    gallery.main([runs["humanoid"]] * 2, out, checkpoint="100", size=96)
+    picture = np.asarray(Image.open(out))
+    one, border = (
+        96 + 2 * figures.BORDER,
+        figures.BAD,
+    )  # in its six steps it still drops to the floor
+    assert picture.shape == (one + 3 * figures.LINE + 2, 4 * one, 3)
+    assert tuple(picture[0, 0]) == tuple(picture[0, one]) == border
+    assert picture[20:100, 20:100].std() > 20 and (picture[:, 2 * one :] == 255).all()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from tiny_clip import classic, data, evaluate, poses, train
+from tiny_clip import classic, data, evaluate, hacked, poses, train
+from training.run import load_checkpoint
 
 ROOT = Path(poses.__file__).resolve().parent.parent
 MODEL = ROOT / "tiny_clip" / "open_clip_model.safetensors"
@@ -241,6 +242,22 @@ def test_policies_states_are_kept_apart():
     assert len(for_training) > 3 * len(held_out) > 300
     np.testing.assert_allclose(np.linalg.norm(for_training[:, 3:7], axis=1), 1, atol=1e-3)
     assert not {state.tobytes() for state in for_training} & {s.tobytes() for s in held_out}
+
+
+def test_the_states_of_a_run_are_those_that_its_teacher_paid(tmp_path):
+    flags = "--env-id tiny_clip.teacher:HumanoidStanding-v0 --reward ground-truth --num-envs 1"
+    flags += " --episode-length 12 --total-timesteps 72 --learning-starts 24 --gradient-steps 1"
+    flags += " --batch-size 8 --hidden-size 8 --video-freq 0 --runs-dir"
+    command = [sys.executable, "sac_clip_humanoid.py", *flags.split(), str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (run,) = tmp_path.iterdir()
+    states, episode, name = hacked.states_of(run, np.random.default_rng(0))
+    assert states.shape == (72, 24) and name.startswith("standing, ground-truth, 72 of")
+    assert np.bincount(episode).tolist() == [12] * 6
+    paid = load_checkpoint(run / "checkpoints" / "step_72.pt")["replay"]["rings"][2]
+    degrees = data.degrees(poses.describe(states.astype(np.float64)))["standing"]
+    np.testing.assert_allclose(np.sort(degrees), np.sort(paid.numpy().ravel()), atol=1e-4)
+    assert np.ptp(degrees) > 0.05
 
 
 def test_pictures_are_shrunk_as_the_model_does_it():

@@ -83,7 +83,8 @@ def degrees(facts):
     """
     f = facts
     up = _ramp(f["up"], 0.7, 0.96) * _ramp(f["pelvis"], 0.55, 0.8) * _ramp(-f["off"], -0.35, -0.08)
-    seated = _ramp(f["up"], 0.4, 0.9) * _ramp(-f["pelvis"], -0.45, -0.14)
+    # whose torso leans back sits on the small of its back: it has to be all upright
+    seated = np.interp(f["up"], [0.4, 0.9, 0.98], [0, 0.8, 1]) * _ramp(-f["pelvis"], -0.45, -0.14)
     kneels, lotus, splits, feet, raised, hips, crossed = ([] for _ in range(7))
     for side in ("right", "left"):
         part = {name.partition("_")[2]: f[name] for name in f if name.startswith(side)}
@@ -197,8 +198,8 @@ def truth_of(names, qpos):
 
 
 # Share of the pictures by where their state comes from, and of the samples by pose.
-SOURCES = dict(sample=0.22, blend=0.10, detour=0.08, half=0.16, near=0.18, rollout=0.06,
-               policy=0.20)  # fmt: skip
+SOURCES = dict(sample=0.18, blend=0.07, detour=0.05, half=0.12, near=0.17, rollout=0.05,
+               policy=0.36)  # fmt: skip
 POSE_WEIGHTS = dict(kneeling=4, standing=3, contorted=3, lotus=2, splits=2, arms_raised=2,
                     falling=2, hands_on_hips=1.5, arms_crossed=1.5, one_leg=1.5, lying_back=1.5,
                     lying_front=1.5, squatting=2, sitting=1.5, crawling=1.5)  # fmt: skip

@@ -1,42 +1,63 @@
-"""States of policies that a tiny_clip has taught, kept as hacked.npz for the next to learn from.
+"""States of policies, kept as hacked.npz for tiny_clip to learn from.
 
     python tiny_clip/hacked.py runs/RUN [runs/RUN ...]
 
-Of every checkpoint of each run (trained with --keep-checkpoints 0) some episodes, with actions
-sampled as in training, are added to what is there. Random policies never half-kneel or raise one
-arm; who is paid for it does.
+Random policies never half-kneel or raise one arm; who is paid for it does. Of the replay buffer in
+each run's newest checkpoint some states are added to what is there, as many far from the pose that
+the run was about as near to it.
 """
 
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import eval_epic
-from tiny_clip.data import HACKED
+from tiny_clip import data, poses
+from training.flags import flags_of
+from training.run import checkpoints, load_checkpoint
 
-EPISODES, EVERY = 6, 8  # of each checkpoint, and how many steps of an episode make one state
+PER_DEGREE = 150  # of each run, so many states (or all) from each tenth of the way into its pose
+
+
+def states_of(run, rng):
+    """States of a run's replay: (qpos [B, 24] but for x and y, number of their episode [B], what
+    run it was)."""
+    args = eval_epic.load_run(run)
+    pose = getattr(gym.make(args.env_id).unwrapped, "pose", None)  # teacher.py's
+    pose = pose or eval_epic.task_of(None, flags_of(args)).name
+    step = max(checkpoints(run))
+    path = eval_epic.checkpoint_paths(run, [step])[0]
+    seen = load_checkpoint(path)["replay"]["rings"][0][:, 1:, :, :22]  # Humanoid-v5: qpos[2:] first
+    episode = np.arange(seen.shape[0] * seen.shape[2]).reshape(seen.shape[0], 1, -1)
+    episode = np.broadcast_to(episode, seen.shape[:3]).ravel()
+    some = rng.permutation(len(episode))[:20_000]
+    states = np.pad(seen.reshape(-1, 22).numpy()[some], ((0, 0), (2, 0)))
+    tenth = (10 * data.degrees(poses.describe(states.astype(np.float64)))[pose]).astype(int)
+    kept = np.concatenate([np.flatnonzero(tenth == k)[:PER_DEGREE] for k in range(11)])
+    _, episode = np.unique(episode[some][kept], return_inverse=True)
+    name = f"{pose}, {args.reward.reward}, {step} of {Path(run).resolve().name}"
+    return states[kept], episode, name
 
 
 def main(runs):
-    with np.load(HACKED) as file:
+    rng = np.random.default_rng(0)
+    with np.load(data.HACKED) as file:
         states, episodes, sources = ([file[key]] for key in ("states", "episode", "source"))
     for run in runs:
-        args = eval_epic.load_run(run)
-        for path in eval_epic.checkpoint_paths(run, ["all"]):
-            seeds = np.random.SeedSequence((len(sources), 5)).generate_state(EPISODES)
-            played = eval_epic.rollout(args, path, seeds, explore=True)
-            kept = played["step"] % EVERY == EVERY - 1
-            states.append(played["states"][kept, :24])
-            episodes.append(played["episode"][kept] + sum(map(len, sources)))
-            name = f"{args.reward.target_prompt[0]}, {path.stem} of {Path(run).resolve().name}"
-            sources.append([name] * EPISODES)  # of each episode
+        qpos, episode, name = states_of(run, rng)
+        states.append(qpos)
+        episodes.append(episode + sum(map(len, sources)))
+        sources.append([name] * (episode.max() + 1))  # of each episode
+        print(f"{name}: {len(qpos)} states")
     states, episode, source = map(np.concatenate, (states, episodes, sources))
-    states, episode = states.astype(np.float32), episode.astype(np.int16)
-    np.savez_compressed(HACKED, states=states, episode=episode, source=source)
-    print(f"{HACKED}: {len(states)} states of {len(source)} episodes")
+    # a picture does not show the half millimetre that half precision is off
+    states, episode = states.astype(np.float16), episode.astype(np.int32)
+    np.savez_compressed(data.HACKED, states=states, episode=episode, source=source)
+    print(f"{data.HACKED}: {len(states)} states of {len(source)} episodes")
 
 
 if __name__ == "__main__":
