@@ -214,6 +214,23 @@ def test_a_near_miss_is_beside_a_pose_on_every_side_of_it():
     np.testing.assert_allclose(bottoms, 0, atol=1e-9)
 
 
+def test_scattered_limbs_are_anywhere_and_the_others_are_the_poses_own():
+    rng = np.random.default_rng(4)
+    pose = poses.sample("lotus", rng)[0]
+    states = np.stack([poses.scattered(pose, rng) for _ in range(80)])
+    for limb in poses.LIMBS:
+        own = (states[:, limb] == pose[limb]).all(1)
+        assert 20 < own.sum() < 60
+        ranges = poses._world()[0].jnt_range[1:][limb.start - 7 : limb.stop - 7]
+        share = (states[~own, limb] - ranges[:, 0]) / np.ptp(ranges, axis=1)
+        assert ((0 <= share) & (share <= 1)).all() and (abs(share.mean(0) - 0.5) < 0.15).all()
+    np.testing.assert_array_equal(states[:, 7:10], np.tile(pose[7:10], (80, 1)))
+    degree = data.degrees(poses.describe(states))["lotus"]
+    assert degree.min() < 0.1 and degree.max() > 0.9 and ((degree > 0.3) & (degree < 0.6)).any()
+    bottoms = [poses._bottoms(*poses._at(state)).min() for state in states]
+    np.testing.assert_allclose(bottoms, 0, atol=1e-9)
+
+
 def test_the_geometry_of_a_picture_is_that_of_its_mirror_image():
     qpos = poses.rollout_states(np.random.default_rng(1), 2, 20).reshape(-1, 24)
     found = data.geometry(qpos)

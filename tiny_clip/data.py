@@ -198,8 +198,8 @@ def truth_of(names, qpos):
 
 
 # Share of the pictures by where their state comes from, and of the samples by pose.
-SOURCES = dict(sample=0.18, blend=0.07, detour=0.05, half=0.12, near=0.17, rollout=0.05,
-               policy=0.36)  # fmt: skip
+SOURCES = dict(sample=0.14, blend=0.05, detour=0.04, half=0.09, near=0.12, scattered=0.24,
+               rollout=0.04, policy=0.28)  # fmt: skip
 POSE_WEIGHTS = dict(kneeling=4, standing=3, contorted=3, lotus=2, splits=2, arms_raised=2,
                     falling=2, hands_on_hips=1.5, arms_crossed=1.5, one_leg=1.5, lying_back=1.5,
                     lying_front=1.5, squatting=2, sitting=1.5, crawling=1.5)  # fmt: skip
@@ -207,6 +207,8 @@ BLEND_GOALS = ("kneeling", "kneeling", "lotus", "splits", "arms_raised", "hands_
                "arms_crossed", "one_leg")  # fmt: skip
 DETOUR_STARTS = ("lying_back", "lying_front", "falling", "contorted", "contorted", "sitting",
                  "crawling", "squatting")  # fmt: skip
+SCATTER_GOALS = ("kneeling", "kneeling", "lotus", "lotus", "splits", "arms_raised",
+                 "hands_on_hips", "arms_crossed", "one_leg", "standing")  # fmt: skip
 HALF_STARTS = ("standing", "standing", "standing", "standing", "squatting", "kneeling", "sitting",
                "arms_raised", "falling")  # fmt: skip
 
@@ -273,6 +275,7 @@ def draw_states(rng, count):
         poses.half(one_of(HALF_STARTS), one_of(BLEND_GOALS), rng) for _ in range(todo["half"])
     ]
     halves += [poses.near(one_of(BLEND_GOALS), rng) for _ in range(todo["near"])]
+    halves += [poses.scattered(one_of(SCATTER_GOALS), rng) for _ in range(todo["scattered"])]
     episodes = poses.rollout_states(rng, max(2, todo["rollout"] // 40 // 2 * 2))
     rolled = episodes.reshape(-1, 24)
     rolled = rolled[rng.choice(len(rolled), min(todo["rollout"] + 12, len(rolled)), replace=False)]

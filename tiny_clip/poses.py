@@ -229,6 +229,18 @@ def near(pose, rng):
     return put_down(qpos)
 
 
+def scattered(pose, rng):
+    """A state [24] of which every second limb is that of another [24] and the others are anywhere
+    that their joints reach: what `half` and `near` leave out, an agent finds."""
+    qpos, ranges = pose.copy(), np.vstack([np.zeros((7, 2)), _world()[0].jnt_range[1:]])
+    for limb in LIMBS:
+        if rng.random() < 0.5:
+            qpos[limb] = rng.uniform(*ranges[limb].T)
+    if rng.random() < 0.3:
+        qpos[3:7] = rotate(qpos[3:7], [*rng.normal(size=2), 0], np.radians(rng.uniform(0, 30)))
+    return put_down(qpos)
+
+
 def blend(goal_name, rng, t):
     """`path` from a standing sample (t=0) into one of the goal pose (t=1), in one heading."""
     start, goal = _settled("standing", rng), _settled(goal_name, rng)
