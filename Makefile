@@ -43,9 +43,8 @@ browser:
 # About a quarter of an hour on two cores once everything is installed. The paper's method but for: 24 times
 # its updates per step, layer norm in the critics to bear them, observations normalised, targets of
 # three steps, and two cameras, 60 degrees to either side of the paper's: from one the robot may
-# hide its knees. Every call
-# has a folder of its own, so that the run that is judged is the one that was trained. With a GPU and
-# the real CLIP see the README.
+# hide its knees. Every call has a folder of its own, so that the run that is judged is the one that
+# was trained. With a GPU and the real CLIP see the README.
 # One thread: with two an update of 128 transitions takes 1.6 times as long (docs/speed.md).
 train: setup
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); export OMP_NUM_THREADS=1; \

@@ -25,10 +25,8 @@ from training.flags import flags_of
 def cell(run: Path, checkpoint: str, distance: float, azimuth: float, size: int) -> np.ndarray:
     """The picture of a run with its border and prompt [H, W, 3] uint8."""
     args = eval_epic.load_run(run)
-    task, paths = (
-        eval_epic.task_of(None, flags_of(args)),
-        eval_epic.checkpoint_paths(run, [checkpoint]),
-    )
+    task = eval_epic.task_of(None, flags_of(args))
+    paths = eval_epic.checkpoint_paths(run, [checkpoint])
     look = dict(camera_distance=distance, camera_azimuth=(azimuth,), camera_lookat=(0, 0, 0.7))
     args.render = replace(args.render, **look, render_quality="full")
     data = eval_epic.dataset_of_run(args, paths, episodes=20, seed=(0, 4))
