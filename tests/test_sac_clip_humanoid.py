@@ -71,8 +71,8 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
         with clip_reward.RewardPool(lambda args=again: sac.make_renderer(args), None, []) as pool:
             expected.append(reward(pool.render(states)).numpy())
     path.undo()
-    np.testing.assert_allclose(rewards[:, 0], expected[0], atol=2e-3)
-    assert np.abs(expected[0] - expected[1]).mean() > 0.01, "seen differently, rewarded differently"
+    np.testing.assert_allclose(rewards[:, 0], expected[0], atol=5e-4)
+    assert np.abs(expected[0] - expected[1]).mean() > 3e-3, "seen differently, rewarded differently"
 
 
 def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):

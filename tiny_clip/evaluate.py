@@ -151,7 +151,7 @@ def blend_figures(judge, blends, size):
 
 
 LEVELS = {"none": (0, 0.1), "a little": (0.1, 0.4), "half": (0.4, 0.7), "there": (0.9, 1.01)}
-VIEWS = (120, 240)
+VIEWS = (150, 210)
 
 
 def half_figures(judge, count, size):
