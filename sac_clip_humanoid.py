@@ -330,8 +330,9 @@ class ReplayBuffer(Rings):
         starts = (T - n + 1) * N  # in every rollout
         filled = min(self.count, rollouts) * starts
         index = torch.randint(filled, (batch_size,), device=self.rewards.device)
-        step = index + index // starts * (n - 1) * N  # among the actions and rewards
-        row = index + index // starts * n * N  # one row more in every rollout
+        rollout = index // starts
+        step = index + rollout * (n - 1) * N  # among the actions and rewards
+        row = step + rollout * N  # of the observations, which have one more in every rollout
         observations, rewards = self.observations.flatten(0, 2), self.rewards.flatten()
         now, later = observations[row], observations[row + n * N]
         returns = sum(self.gamma**k * rewards[step + k * N] for k in range(n))

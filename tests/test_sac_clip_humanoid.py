@@ -72,7 +72,7 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
             expected.append(reward(pool.render(states)).numpy())
     path.undo()
     np.testing.assert_allclose(rewards[:, 0], expected[0], atol=5e-4)
-    assert np.abs(expected[0] - expected[1]).mean() > 3e-3, "seen differently, rewarded differently"
+    assert np.abs(expected[0] - expected[1]).mean() > 0.01, "seen differently, rewarded differently"
 
 
 def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):

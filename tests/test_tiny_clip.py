@@ -327,7 +327,7 @@ def test_the_shipped_model_keeps_its_promises_on_new_states():
         assert np.mean(alike) > 0.9 and min(alike) > 0.8, (goal, alike)
         if goal != "splits":  # nothing of which is there until the legs are on the floor
             ranks = [stats.spearmanr(t, reward).statistic for reward in rewards]
-            assert np.mean(ranks) > 0.7, (goal, ranks)
+            assert min(ranks) > 0.7, (goal, ranks)
 
 
 def test_the_shipped_model_knows_the_classic_goals():

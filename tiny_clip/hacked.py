@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import eval_epic
 from tiny_clip import data, poses
-from training.flags import flags_of
-from training.run import checkpoints, load_checkpoint
+from training.flags import checkpoints, flags_of
+from training.run import load_checkpoint
 
 PER_DEGREE = 150  # of each run, so many states (or all) from each tenth of the way into its pose
 
@@ -29,8 +29,7 @@ def states_of(run, rng):
     args = eval_epic.load_run(run)
     pose = getattr(gym.make(args.env_id).unwrapped, "pose", None)  # teacher.py's
     pose = pose or eval_epic.task_of(None, flags_of(args)).name
-    step = max(checkpoints(run))
-    path = eval_epic.checkpoint_paths(run, [step])[0]
+    step, path = max(checkpoints(run).items())
     seen = load_checkpoint(path)["replay"]["rings"][0][:, 1:, :, :22]  # Humanoid-v5: qpos[2:] first
     episode = np.arange(seen.shape[0] * seen.shape[2]).reshape(seen.shape[0], 1, -1)
     episode = np.broadcast_to(episode, seen.shape[:3]).ravel()

@@ -204,6 +204,14 @@ def path(start, goal, t):
 LIMBS = slice(10, 14), slice(14, 18), slice(18, 21), slice(21, 24)  # legs, arms: right, left
 
 
+def _leaning(qpos, rng, share, most):
+    """qpos [24] put down, a share of all after a turn of 0 to `most` degrees to any side."""
+    if rng.random() < share:
+        axis = [*rng.normal(size=2), 0]
+        qpos[3:7] = rotate(qpos[3:7], axis, np.radians(rng.uniform(0, most)))
+    return put_down(qpos)
+
+
 def half(start, goal, rng):
     """A state [24] between two others [24] in which each limb and the torso has gone as far as it
     likes: one arm raised, one knee down, arms in front and not crossed. Every second one leans."""
@@ -211,9 +219,7 @@ def half(start, goal, rng):
     qpos = path(start, goal, t[:1])[0]
     for limb, s in zip(LIMBS, t[1:]):
         qpos[limb] = (1 - s) * start[limb] + s * goal[limb]
-    if rng.random() < 0.5:
-        qpos[3:7] = rotate(qpos[3:7], [*rng.normal(size=2), 0], np.radians(rng.uniform(0, 40)))
-    return put_down(qpos)
+    return _leaning(qpos, rng, 0.5, 40)
 
 
 def near(pose, rng):
@@ -224,9 +230,7 @@ def near(pose, rng):
         if rng.random() < 0.5:
             qpos[limb] += np.radians(rng.uniform(5, 40)) * rng.normal(size=len(qpos[limb]))
     qpos[7:] = np.clip(qpos[7:], ranges[:, 0], ranges[:, 1])
-    if rng.random() < 0.3:
-        qpos[3:7] = rotate(qpos[3:7], [*rng.normal(size=2), 0], np.radians(rng.uniform(0, 30)))
-    return put_down(qpos)
+    return _leaning(qpos, rng, 0.3, 30)
 
 
 def scattered(pose, rng):
@@ -236,9 +240,7 @@ def scattered(pose, rng):
     for limb in LIMBS:
         if rng.random() < 0.5:
             qpos[limb] = rng.uniform(*ranges[limb].T)
-    if rng.random() < 0.3:
-        qpos[3:7] = rotate(qpos[3:7], [*rng.normal(size=2), 0], np.radians(rng.uniform(0, 30)))
-    return put_down(qpos)
+    return _leaning(qpos, rng, 0.3, 30)
 
 
 def blend(goal_name, rng, t):
