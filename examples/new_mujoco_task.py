@@ -46,7 +46,7 @@ XML = """
       <joint name="base" range="-92 92"/>
       <geom fromto="0 0 0 0 0 0.5"/>
       <body name="upper" pos="0 0 0.5">
-        <joint name="elbow" range="-138 138"/>
+        <joint name="elbow" range="-8 138"/>
         <geom fromto="0 0 0 0 0 0.45"/>
         <body name="head" pos="0 0 0.45">
           <joint name="neck" range="-92 92"/>
@@ -57,7 +57,7 @@ XML = """
   </worldbody>
   <actuator>
     <position joint="base" ctrlrange="-1.6 1.6"/>
-    <position joint="elbow" ctrlrange="-2.4 2.4"/>
+    <position joint="elbow" ctrlrange="0 2.4"/>
     <position joint="neck" ctrlrange="-1.6 1.6"/>
   </actuator>
 </mujoco>
@@ -90,14 +90,13 @@ class Lamp(MujocoEnv):
 gym.register("Lamp-v0", Lamp)
 
 
-GOAL = np.array([[-0.5, 1.9, 0.6, 0, 0, 0]])  # qpos and qvel of a lamp that one can read by
+GOAL = np.array([[-0.5, 2.0, 0.6, 0, 0, 0]])  # qpos and qvel of a lamp that one can read by
 
 
 def bent(states):
-    """The lower arm leans to one side, the upper one is bent level to the other (or mirrored)."""
+    """The lower arm leans to the one side, the upper one is bent level to the other."""
     base, elbow = states[:, 0], states[:, 1]
-    level = np.abs(np.abs(base + elbow) - np.pi / 2) < 0.5
-    return (np.abs(base) > 0.2) & (base * elbow < 0) & level
+    return (base < -0.2) & (np.abs(base + elbow - np.pi / 2) < 0.5)
 
 
 def main():
