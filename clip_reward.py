@@ -728,6 +728,9 @@ def _hangs(name, timeout):
     return RewardWorkerError(f"{name} gave no answer for {timeout} s (--worker-timeout)")
 
 
+STARTING = threading.Lock()  # held while a process is half started, which would complain if left
+
+
 class _Process:
     """A `Scorer` in a process of its own: `submit` sends, `result` receives."""
 
@@ -740,7 +743,8 @@ class _Process:
         self.connection, theirs = context.Pipe()
         arguments = (theirs, *self.setup)
         process = context.Process(target=_serve, args=arguments, name=self.name, daemon=True)
-        process.start()
+        with STARTING:
+            process.start()
         theirs.close()
         self.process = process  # only one that runs can be killed
 

@@ -14,11 +14,10 @@ mujoco reads MUJOCO_GL when it is imported, so this module imports it inside fun
 import contextlib
 import ctypes.util
 import functools
-import importlib
+import importlib.util
 import math
 import operator
 import os
-import signal
 import sys
 import typing
 import warnings
@@ -132,11 +131,11 @@ def is_software(name: str) -> bool:
 def quiet_mujoco() -> None:
     """Drop MuJoCo's deprecation warnings about model files, which come once a process and into
     MUJOCO_LOG.TXT; who trains on Gymnasium's cannot mend them. Others go to stderr."""
-    # glfw asks a Python process for its version, which would complain of a Ctrl-C
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with contextlib.suppress(ImportError):
-        importlib.import_module("glfw")
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    # glfw looks for its library with a Python process, which complains when this one is stopped
+    if (package := importlib.util.find_spec("glfw")) and package.origin:
+        library = Path(package.origin).with_name("x11") / "libglfw.so"
+        if library.exists():
+            os.environ.setdefault("PYGLFW_LIBRARY", str(library))
     import mujoco
 
     def warn(text):

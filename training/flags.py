@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 import egl_render
-from clip_reward import RunError
+from clip_reward import STARTING, RunError
 from egl_render import Count, UsageError
 
 
@@ -225,9 +225,10 @@ def excepthook(kind, error, trace):
 def end_at_once(number, _):
     """End without a word on a signal, while there is nothing to save. By no exception: a module
     that is just being imported would make another one of it."""
-    for process in mp.active_children():
-        process.kill()
-    os._exit(128 + number)
+    with STARTING:
+        for process in mp.active_children():
+            process.kill()
+        os._exit(128 + number)
 
 
 def parse_args(Args, description):
