@@ -13,9 +13,9 @@ Several GPUs, a process each (instead of their names `ray`: all GPUs of a Ray cl
 Offline on a laptop, with the small CLIP that comes with the project:
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \\
-        --clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 120 240 --num-envs 8 \\
-        --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 --batch-size 128 \\
-        --n-step 3 --gamma 0.97 --entropy-coef 0.05 --normalize-observations --layer-norm
+        --clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 120 180 240 --n-step 3 \\
+        --num-envs 8 --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 \\
+        --batch-size 128 --gamma 0.97 --entropy-coef 0.05 --normalize-observations --layer-norm
 
 Another task (any of Gymnasium's with continuous actions, MODULE:NAME of your own included):
 

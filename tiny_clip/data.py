@@ -96,7 +96,8 @@ def degrees(facts):
         beside = np.linalg.norm(beside.clip(0), axis=0)  # of the place of a hand on its hip
         hips.append(np.interp(beside, [0, 0.05, 0.1, 0.4], [1, 0.55, 0.25, 0]))
         across = np.interp(y, [0.02, 0.08, 0.16, 0.35], [1, 0.5, 0.25, 0])
-        crossed.append(_half(across, _ramp(x, 0.0, 0.2), _ramp(-abs(z), -0.4, -0.2)))
+        before_chest = np.interp(z, [-0.4, -0.2, 0.05, 0.25], [0, 1, 1, 0])  # not before the face
+        crossed.append(_half(across, _ramp(x, 0.0, 0.2), before_chest))
         # the shin behind, the knees together: not those of the lotus position
         behind = _ramp(part["knee_fwd"] - part["foot_fwd"], 0.0, 0.25)
         behind = behind * _ramp(-knee_out, -0.42, -0.28)
@@ -198,8 +199,8 @@ def truth_of(names, qpos):
 
 
 # Share of the pictures by where their state comes from, and of the samples by pose.
-SOURCES = dict(sample=0.14, blend=0.05, detour=0.04, half=0.09, near=0.12, scattered=0.24,
-               rollout=0.04, policy=0.28)  # fmt: skip
+SOURCES = dict(sample=0.14, blend=0.05, detour=0.04, half=0.09, near=0.12, scattered=0.20,
+               rollout=0.04, policy=0.32)  # fmt: skip
 POSE_WEIGHTS = dict(kneeling=4, standing=3, contorted=3, lotus=2, splits=2, arms_raised=2,
                     falling=2, hands_on_hips=1.5, arms_crossed=1.5, one_leg=1.5, lying_back=1.5,
                     lying_front=1.5, squatting=2, sitting=1.5, crawling=1.5)  # fmt: skip

@@ -151,12 +151,12 @@ def blend_figures(judge, blends, size):
 
 
 LEVELS = {"none": (0, 0.1), "a little": (0.1, 0.4), "half": (0.4, 0.7), "there": (0.9, 1.01)}
-VIEWS = (150, 210)
+VIEWS = (120, 180, 240)
 
 
 def half_figures(judge, count, size):
     """What half of a pose is paid: states of policies that no training saw, `count` times as many
-    half poses and samples of all poses, seen from two sides: (Markdown, [])."""
+    half poses and samples of all poses, seen as in `make train`: (Markdown, [])."""
     rng = np.random.default_rng(SEED + 2)
     samples = [poses.sample(name, rng, count) for name in poses.TASKS]
     halves = [
@@ -179,7 +179,7 @@ def half_figures(judge, count, size):
     return [
         "Half poses: mean reward, its standard deviation and the number of states, by how much of "
         f"the pose there is (`data.degrees`), over {len(qpos)} states of policies that no training "
-        f"saw, half poses and whole ones; mean of the azimuths {VIEWS[0]} and {VIEWS[1]}:",
+        f"saw, half poses and whole ones; mean of the azimuths {VIEWS}:",
         table(["prompt", "Spearman", *LEVELS], rows),
     ], []
 
