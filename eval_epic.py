@@ -390,7 +390,7 @@ def prompts(
     render: Look,
     prompts: tuple[str, ...] = (),
     alphas: Annotated[tuple[float, ...], Interval(ge=0, le=1)] = (0.0, 0.5, 1.0),
-    azimuths: Annotated[tuple[float, ...], Interval(ge=-360, le=360)] = (180.0, 145.0, 210.0),
+    azimuths: Annotated[tuple[float, ...], Interval(ge=-360, le=360)] = (180.0, 120.0, 240.0),
     dataset: Path | None = None,
     labels: str = "judge",
     per_pose: Few = 40,
@@ -406,7 +406,7 @@ def prompts(
         render: how its pictures are drawn
         prompts: what to compare; default: the paper's and some paraphrases
         alphas: strengths of goal-baseline regularisation
-        azimuths: cameras, in degrees: each alone, and every two together (the humanoid's only)
+        azimuths: cameras, in degrees: each alone, every two, and all together (the humanoid's only)
         dataset: states, by collect; default: the pose library and states in which policies were
             paid for half of a pose (a classic task: its state space)
         labels: which states are good: judge, or a CSV file of a person's labels
@@ -441,8 +441,8 @@ def prompts(
     model.clip_batch_size = max(1, model.clip_batch_size // views)  # states, for the workers
     make = functools.partial(Variants, args=model, prompts=prompts, alphas=alphas)
     rewards = scored(model, make, renderer_of(data), states)  # [N, V, prompts, alphas]
-    combined = {(v,): rewards[:, v] for v in range(views)}
-    combined |= {x: rewards[:, x].mean(1) for x in itertools.combinations(range(views), 2)}
+    sets = [itertools.combinations(range(views), k) for k in sorted({1, min(views, 2), views})]
+    combined = {x: rewards[:, x].mean(1) for x in itertools.chain(*sets)}
     table = []
     for chosen, by_prompt in combined.items():
         seen = " ".join(f"{azimuths[v]:g}" for v in chosen) if views > 1 else ""
@@ -457,12 +457,12 @@ def prompts(
     table.sort(key=lambda row: (-round(row["auc"], 3), row["epic"]))
     best = table[0]
     print(f"{task}: {len(rows)} states, {100 * good.mean():.1f} % good ({labels})")
-    print(f"{'AUC (95 % interval)':24} {'EPIC (95 % interval)':24} alpha  azimuth  prompt")
+    print(f"{'AUC (95 % interval)':24} {'EPIC (95 % interval)':24} alpha  {'azimuth':11}  prompt")
     for row in table[:20]:
         auc_words = "{auc:.3f} ({auc_low:.3f} to {auc_high:.3f})".format(**row)
         epic_words = "{epic:.3f} ({epic_low:.3f} to {epic_high:.3f})".format(**row)
         print(f"{auc_words:24} {epic_words:24} {row['reward_alpha']:5.2f}  ", end="")
-        print(f"{row['camera_azimuth']:8} {row['prompt']}")
+        print(f"{row['camera_azimuth']:11}  {row['prompt']}")
     columns = [name for name in best if name != "rewards"]
     datasets.write_csv(out / "prompts.csv", columns, table)
     data.flags["camera_azimuth"] = list(map(float, best["camera_azimuth"].split()))

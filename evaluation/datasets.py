@@ -114,13 +114,13 @@ def pose_columns(per_pose, seed):
 
 def facing_columns(per_pose):
     """Columns of the pose library as `pose_columns`, but headed within 30 degrees of +x, as every
-    episode begins, and of the states in tiny_clip/hacked.npz, which are a policy's."""
+    episode begins, and of as many states in tiny_clip/hacked.npz, which are a policy's."""
     from tiny_clip import data, poses
 
     columns, rng = pose_columns(per_pose, seed=1), np.random.default_rng(1)
     for state in columns["states"]:
         poses.turn_to(state[:24], rng.uniform(-np.pi, np.pi) / 6)
-    found = data.policy_states(held_out=True)
+    found = rng.permutation(data.policy_states(held_out=True))[: len(columns["pose"])]
     states = np.concatenate([columns["states"], np.pad(found, ((0, 0), (0, 23)))])
     return {"states": states, "pose": np.append(columns["pose"], ["policy"] * len(found))}
 

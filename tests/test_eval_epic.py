@@ -627,13 +627,14 @@ def test_auc_and_its_interval():
 
 def test_prompts_compares_every_combination_and_its_command_runs(tmp_path):
     words = ["--task", "kneeling", "--clip-model", "local-dir:tiny_clip", "--render-size", 64]
-    words += ["--azimuths", 180, 90, "--alphas", 0, 1, "--per-pose", 6]
+    words += ["--azimuths", 180, 90, 120, "--alphas", 0, 1, "--per-pose", 6]
     words += ["--prompts", "a humanoid robot kneeling", "it's a robot that is lying down"]
     made = helpers.run(ROOT / "eval_epic.py", "prompts", *words, "--out", tmp_path / "p").stdout
     out = tmp_path / "p_kneeling"
     rows = read_table(out / "prompts.csv")
     cameras = {row["camera_azimuth"] for row in rows}
-    assert len(rows) == 2 * 2 * 3 and cameras == {"180", "90", "180 90"}
+    several = {"180 90", "180 120", "90 120", "180 90 120"}
+    assert len(rows) == 2 * 2 * 7 and cameras == {"180", "90", "120"} | several
     for row in rows:
         for name in ("auc", "epic"):
             value, low, high = (float(row[key]) for key in (name, f"{name}_low", f"{name}_high"))
