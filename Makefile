@@ -78,6 +78,8 @@ tensorboard: setup
 # goes on with more pictures of the plain scene, which had come too short; the third with CartPole
 # and MountainCar; the fourth with half poses, states of policies and cameras from all sides;
 # the others with near misses, limbs anywhere and ever more of what policies found.
+MORE = $(PY) tiny_clip/train.py --init tiny_clip --epochs 4 \
+	--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
 tiny_clip: setup
 	$(PY) tiny_clip/train.py
 	$(PY) tiny_clip/train.py --init tiny_clip --seed 2 --pictures 12000 --shares 0.3 0.2 0.5 \
@@ -90,16 +92,11 @@ tiny_clip: setup
 		--shares 0.28 0.30 0.12 0.09 0.06 0.03 0.04 0.05 0.03
 	$(PY) tiny_clip/train.py --init tiny_clip --seed 6 --pictures 90000 --epochs 3 --lr 8e-4 \
 		--shares 0.28 0.34 0.12 0.07 0.05 0.03 0.04 0.04 0.03
-	$(PY) tiny_clip/train.py --init tiny_clip --seed 7 --pictures 100000 --epochs 4 --lr 8e-4 \
-		--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
-	$(PY) tiny_clip/train.py --init tiny_clip --seed 8 --pictures 100000 --epochs 4 --lr 8e-4 \
-		--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
-	$(PY) tiny_clip/train.py --init tiny_clip --seed 9 --pictures 100000 --epochs 4 --lr 8e-4 \
-		--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
-	$(PY) tiny_clip/train.py --init tiny_clip --seed 10 --pictures 64000 --epochs 4 --lr 6e-4 \
-		--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
-	$(PY) tiny_clip/train.py --init tiny_clip --seed 11 --pictures 100000 --epochs 4 --lr 6e-4 \
-		--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
+	$(MORE) --seed 7 --pictures 100000 --lr 8e-4
+	$(MORE) --seed 8 --pictures 100000 --lr 8e-4
+	$(MORE) --seed 9 --pictures 100000 --lr 8e-4
+	$(MORE) --seed 10 --pictures 64000 --lr 6e-4
+	$(MORE) --seed 11 --pictures 100000 --lr 6e-4
 	$(PY) tiny_clip/evaluate.py > tiny_clip/figures.md
 
 clean:

@@ -728,7 +728,9 @@ def _hangs(name, timeout):
     return RewardWorkerError(f"{name} gave no answer for {timeout} s (--worker-timeout)")
 
 
-STARTING = threading.Lock()  # held while a process is half started, which would complain if left
+# Held while a process is half started, which would complain if it were left. A second signal may
+# come while the first one's handler holds it.
+STARTING = threading.RLock()
 
 
 class _Process:
