@@ -56,7 +56,7 @@ import torch
 import torch.multiprocessing as mp
 from annotated_types import Interval
 from numpy.typing import ArrayLike
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 
 import egl_render
@@ -87,7 +87,8 @@ class RewardArgs:
     """what the scene is anyway, several are averaged (only --reward-alpha needs it); default: "a
     humanoid robot" for the humanoid, none for other tasks"""
     target_image: tuple[str, ...] = ()
-    """files of pictures of the goal, beside words or instead of them: all are averaged"""
+    """files of pictures of the goal, square as what is drawn (else a model may see the middle
+    alone), beside words or instead of them: all are averaged"""
     baseline_image: tuple[str, ...] = ()
     """files of pictures of the scene as it is anyway"""
     reward_alpha: Share = 0.0
@@ -111,6 +112,11 @@ class RewardArgs:
     has 600 or more"""
     allow_slow: bool = False
     """start even if this machine would need days for the model"""
+
+    def __post_init__(self) -> None:
+        self.target_image, self.baseline_image = (
+            tuple(map(os.path.abspath, paths)) for paths in (self.target_image, self.baseline_image)
+        )  # so that they are found from any folder
 
     def devices(self) -> list[str]:
         """The devices named, or the default. Raises UsageError for one that does not exist."""
@@ -170,10 +176,16 @@ def check_prompts(targets: Sequence[str], baselines: Sequence[str], alpha: float
 
 
 def load_image(path: str | Path) -> np.ndarray:
-    """[H, W, 3] uint8 of a picture's file. Raises UsageError."""
+    """[H, W, 3] uint8 of a picture's file, as a viewer shows it: turned as its camera says, what is
+    transparent white. Raises UsageError."""
     try:
-        with Image.open(path) as picture:
-            return np.array(picture.convert("RGB"))
+        with Image.open(path) as file:
+            picture = ImageOps.exif_transpose(file)
+            if picture.mode.startswith(("I", "F")):
+                raise UsageError(f"{path} has more than 8 bits per channel; save it with 8")
+            picture = picture.convert("RGBA")
+            white = Image.new("RGBA", picture.size, "white")
+            return np.array(Image.alpha_composite(white, picture).convert("RGB"))
     except (OSError, Image.DecompressionBombError) as error:
         raise UsageError(f"{path} is no picture that can be read: {first_line(error)}") from error
 

@@ -344,11 +344,12 @@ def epic(dataset: Path, reward: Rewards, labels: str = "judge", judge: str | Non
             "EPIC is undefined with a single class; it needs states of both kinds"
         )
     prompts = task.prompts if task and task.target_prompt else flags
-    models = reward.each(len(rows), prompts)
+    models = reward.each(len(rows), prompts, data.flags)
     out = results_folder(data.folder / f"epic_{name}")
     good = truth > truth.mean()
     count = f"{len(rows)} states of {len(np.unique(episodes))} episodes"
-    print(f'"{models[0].target_prompt[0]}", {count}', end="")
+    goal = ", ".join(models[0].target_prompt + models[0].target_image)
+    print(f'"{goal}", {count}', end="")
     print(f", labels: {labels}, above their mean: {100 * good.mean():.1f} %")
     print(f"{'model':40} {'parameters':>12} {'alpha':>5}  EPIC distance (95 % interval)")
     table, first = [], {}
@@ -370,13 +371,13 @@ def epic(dataset: Path, reward: Rewards, labels: str = "judge", judge: str | Non
     print(f"wrote {out}/epic.csv, epic_alpha.png, epic_scaling.png, histograms.png")
 
 
-def task_dataset(task, look, azimuths, per_pose):
+def task_dataset(task, look, per_pose):
     """Dataset of labelled states of a task of the paper: the pose library, facing as an episode
     begins, and states in which policies were paid for less; of a classic task its whole space."""
     env_id = task.env_ids[0]
     if task.name in judges.HUMANOID:
         args, columns = sac.Args(), datasets.facing_columns(per_pose)
-        look = replace(look, camera_azimuth=azimuths)
+        look = replace(look, camera_azimuth=(180.0, 120.0, 240.0))
     else:
         args = sac.Args(env_id=env_id) if env_id == sac.MOUNTAIN_CAR else dqn.Args(env_id=env_id)
         columns = datasets.uniform_columns(env_id, 15 * per_pose, seed=0)
@@ -385,13 +386,14 @@ def task_dataset(task, look, azimuths, per_pose):
 
 
 def prompts(
-    task: Literal[tuple(judges.TASKS)],
     model: Model,
     render: Look,
+    task: Literal[tuple(judges.TASKS)] | None = None,
     prompts: tuple[str, ...] = (),
     alphas: Annotated[tuple[float, ...], Interval(ge=0, le=1)] = (0.0, 0.5, 1.0),
-    azimuths: Annotated[tuple[float, ...], Interval(ge=-360, le=360)] = (180.0, 120.0, 240.0),
+    azimuths: Annotated[tuple[float, ...], Interval(ge=-360, le=360)] = (),
     dataset: Path | None = None,
+    judge: str | None = None,
     labels: str = "judge",
     per_pose: Few = 40,
     out: Path = Path("prompts"),
@@ -401,62 +403,74 @@ def prompts(
     command to train with the best, in a new folder.
 
     Args:
-        task: one of the paper's tasks
         model: the model
         render: how its pictures are drawn
-        prompts: what to compare; default: the paper's and some paraphrases
+        task: one of the paper's tasks
+        prompts: what to compare; default: the paper's and some paraphrases, or a dataset's
         alphas: strengths of goal-baseline regularisation
-        azimuths: cameras, in degrees: each alone, every two, and all together (the humanoid's only)
-        dataset: states, by collect; default: the pose library and states in which policies were
-            paid for half of a pose (a classic task: its state space)
+        azimuths: cameras, in degrees: each alone, every two, and all together; default: 180 120 240
+            for the humanoid, or a dataset's
+        dataset: states, by collect, of any task; default: the pose library and states in which
+            policies were paid for half of a pose (a classic task: its state space)
+        judge: of a dataset: FILE.py:FUNCTION (states [B, S] -> [B] bool)
         labels: which states are good: judge, or a CSV file of a person's labels
         per_pose: samples of each pose
         out: the results go to a new folder, OUT_TASK
     """
-    about = judges.TASKS[task]
-    prompts = prompts or (about.target_prompt, *about.paraphrases)
-    check_distinct(prompts=prompts, alphas=alphas, azimuths=azimuths)
+    if render.camera_azimuth:
+        raise UsageError("--camera-azimuth: the cameras to compare are --azimuths")
     if dataset:
         data = load_dataset(dataset)
         if render != Look():
             raise UsageError(f"--dataset {dataset} is drawn as collected, without other flags")
-        if (env_id := data.flags["env_id"]) not in about.env_ids:
-            raise UsageError(f"--dataset {dataset}: {env_id} has no {task}")
-        data.flags["camera_azimuth"] = azimuths
+        about = task_of_dataset(judge or task, data)
+    elif task and not judge:
+        about = judges.TASKS[task]
+        data = task_dataset(about, render, per_pose)
     else:
-        data = task_dataset(about, render, azimuths, per_pose)
-    views = len(azimuths) if task in judges.HUMANOID else 1
+        raise UsageError("say which --task of the paper, or a --dataset with its --judge")
+    flags = data.flags
+    if flags["env_id"] in egl_render.CLASSIC_STATE_SIZES and azimuths:
+        raise UsageError(f"--azimuths: {flags['env_id']} has no camera")
+    azimuths = azimuths or from_flags(egl_render.RenderArgs, flags).camera_azimuth
+    flags["camera_azimuth"], views = azimuths, max(1, len(azimuths))
+    said = about.prompts if about.target_prompt else flags
+    prompts = prompts or (*said["target_prompt"], *about.paraphrases)
+    check_distinct(prompts=prompts, alphas=alphas, azimuths=azimuths or ("its own",))
     values, _ = labels_of(labels, data, about)
     rows = np.flatnonzero(np.isfinite(values))
     good, states, episodes = values[rows] > 0, data.states[rows], data.episode[rows]
     if len(set(good.tolist())) < 2:
         raise UsageError(f"--labels {labels}: all {len(rows)} states are labelled the same")
-    baseline = model.baseline_prompt or (() if model.baseline_image else (about.baseline_prompt,))
-    model = replace(model, baseline_prompt=baseline, target_prompt=prompts)
+    if not model.baseline_prompt + model.baseline_image:
+        model = replace(model, baseline_prompt=tuple(said["baseline_prompt"]))
+    model = replace(model, target_prompt=prompts)
     model.reward_alpha = max(alphas)
     for prompt in prompts:
         baselines = model.baseline_prompt + model.baseline_image
         clip_reward.check_prompts([prompt], baselines, model.reward_alpha)
     model.check(len(rows) * views)
     model.clip_batch_size = max(1, model.clip_batch_size // views)  # states, for the workers
+    out = results_folder(out.parent / "_".join(filter(None, (out.name, about.name))))
     make = functools.partial(Variants, args=model, prompts=prompts, alphas=alphas)
     rewards = scored(model, make, renderer_of(data), states)  # [N, V, prompts, alphas]
     sets = [itertools.combinations(range(views), k) for k in sorted({1, min(views, 2), views})]
     combined = {x: rewards[:, x].mean(1) for x in itertools.chain(*sets)}
     table = []
     for chosen, by_prompt in combined.items():
-        seen = " ".join(f"{azimuths[v]:g}" for v in chosen) if views > 1 else ""
+        seen = " ".join(f"{azimuths[v]:g}" for v in chosen) if azimuths else ""
         for (p, prompt), (a, alpha) in itertools.product(enumerate(prompts), enumerate(alphas)):
             row = {"prompt": prompt, "reward_alpha": alpha, "camera_azimuth": seen}
             for name, statistic in ("auc", auc), ("epic", epic_distance):
                 found = interval(statistic, by_prompt[:, p, a], good, episodes, resamples=300)
                 row |= dict(zip((name, f"{name}_low", f"{name}_high"), found))
             table.append(row | {"rewards": by_prompt[:, p, a]})
-    out = results_folder(out.with_name(f"{out.name}_{task}"))
-    figures.draw_prompts(out / "prompts.png", f"{task}, {figures.short(model.clip_model)}", table)
+    figures.draw_prompts(
+        out / "prompts.png", f"{about.name}, {figures.short(model.clip_model)}", table
+    )
     table.sort(key=lambda row: (-round(row["auc"], 3), row["epic"]))
     best = table[0]
-    print(f"{task}: {len(rows)} states, {100 * good.mean():.1f} % good ({labels})")
+    print(f"{about.name}: {len(rows)} states, {good.sum()} of them good ({labels})")
     print(f"{'AUC (95 % interval)':24} {'EPIC (95 % interval)':24} alpha  {'azimuth':11}  prompt")
     for row in table[:20]:
         auc_words = "{auc:.3f} ({auc_low:.3f} to {auc_high:.3f})".format(**row)
@@ -465,7 +479,7 @@ def prompts(
         print(f"{row['camera_azimuth']:11}  {row['prompt']}")
     columns = [name for name in best if name != "rewards"]
     datasets.write_csv(out / "prompts.csv", columns, table)
-    data.flags["camera_azimuth"] = list(map(float, best["camera_azimuth"].split()))
+    flags["camera_azimuth"] = tuple(map(float, best["camera_azimuth"].split()))
     with pictures(data) as pool:
         cells = extremes(pool, states, good, best["rewards"])
     figures.write_sheet(out / "states.png", cells)
@@ -486,17 +500,24 @@ def extremes(pool, states, good, rewards):
 
 
 def training_command(data, model, row):
-    """The command line that trains on one of the combinations."""
-    flags = data.flags
-    script = typed(script_named(data.arguments["script"]).__file__)
-    words = [f"{script} --env-id {flags['env_id']}"]
-    words += [f"--target-prompt {shlex.quote(row['prompt'])} --clip-model {model.clip_model}"]
+    """The command line that trains on one of the combinations, drawn as `data` is."""
+    script = script_named(data.arguments["script"])
+    args = from_flags(script.Args, data.flags)
+    scene = {"baseline_prompt": (), "baseline_image": ()}
     if row["reward_alpha"]:
-        quoted = " ".join(map(shlex.quote, model.baseline_prompt))
-        words += [f"--reward-alpha {row['reward_alpha']:g} --baseline-prompt {quoted}"]
-    if row["camera_azimuth"]:
-        words += [f"--camera-azimuth {row['camera_azimuth']}"]
-    return " ".join([*words, f"--render-size {flags['render_size']}"])
+        scene = {name: getattr(model, name) for name in scene}
+    wanted = {"target_prompt": (row["prompt"],), "reward_alpha": row["reward_alpha"]} | scene
+    wanted |= {x: getattr(model, x) for x in ("clip_model", "clip_precision")} | vars(args.render)
+    default = flags_of(script.Args(env_id=args.env_id))
+    words = ["--env-id", args.env_id]
+    for name, value in wanted.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [f"--{'no-' * (not value)}{flag}"] * (value != default[name])
+        elif value not in ((), default[name]):
+            values = np.atleast_1d(value).tolist()
+            words += [f"--{flag}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
+    return f"{typed(script.__file__)} {shlex.join(words)}"
 
 
 def sheet(dataset: Path, judge: str | None = None, count: Few = 20) -> None:
@@ -613,9 +634,10 @@ def success(
     figures.draw_success(out / "histogram.png", title, shares)
     print(f"wrote {out}/success.json, episodes.csv, histogram.png")
     if films:
-        moments = np.linspace(0, len(films[0][0]) - 1, 10).astype(int)
+        columns = figures.across(films[0][0], 10)
+        moments = np.linspace(0, len(films[0][0]) - 1, columns).astype(int)
         cells = [figures.moment(film, t) for film in films[:10] for t in moments]
-        figures.write_sheet(out / "contact_sheet.png", cells)
+        figures.write_sheet(out / "contact_sheet.png", cells, columns)
         egl_render.write_video(out / "episodes.mp4", figures.judged_video(films), 30)
         print(f"contact sheet: {out}/contact_sheet.png\njudged video: {out}/episodes.mp4")
         if run:
@@ -667,7 +689,7 @@ def landscape(
         states[:, index] = values
         good = task.judge(states)
         draw = functools.partial(egl_render.ClassicRenderer, env_id, render_size, textured)
-        for model in reward.each(len(SWEEPS) * points, task.prompts):
+        for model in reward.each(len(SWEEPS) * points, task.prompts, {}):
             title = f"{figures.short(model.clip_model)}: {env_id}, {look}"
             rewards = rewards_of(model, reward.reward_alpha, draw, states)
             panels[model.clip_model].append((title, label, values, goal, rewards))

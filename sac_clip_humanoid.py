@@ -76,7 +76,8 @@ class Args(RunArgs):
     """discount factor"""
     n_step: Positive = 1
     """rewards that a target sums before it bootstraps; with 3 they get to earlier states in a third
-    of the updates (Sutton and Barto 2018, chapter 7; not in the paper)"""
+    of the updates (Sutton and Barto 2018, chapter 7; not in the paper). Entropy counts in every
+    nth step only"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """share of the critics that moves into the target critics at each update"""
     batch_size: Positive = 512
@@ -197,7 +198,7 @@ def make_env(args: Args):
             env = gym.make(args.env_id, **kwargs)
         if args.env_id == MOUNTAIN_CAR:
             env = classic.AbsorbingGoal(env)
-        if len(env.observation_space.shape) != 1:
+        if len(env.observation_space.shape or ()) != 1:  # pictures, or a Dict of several
             env = gym.wrappers.FlattenObservation(env)
         return SceneInInfo(env, args.render.render_size)
 
@@ -483,11 +484,11 @@ if __name__ == "__main__":
         # 2. The rewards: that of (s, a, s') is that of the picture of s'
         rewards = pool.take().reshape(T, N) if use_clip else env_rewards
         buffer.add(observations, actions, rewards)
-        if args.normalize_observations:
-            actor.normalize.add(torch.as_tensor(observations, device=device))
         run.global_step += T * N
         if not random_actions:
             run.keep_best(rewards.mean(), actor=actor)
+        if args.normalize_observations:
+            actor.normalize.add(torch.as_tensor(observations, device=device))
 
         # 3. Learn
         t2 = time.perf_counter()

@@ -29,6 +29,8 @@ SHORT = {  # flags after those of the document, by the words of a command
     "sac_goal_distance.py": SMALL,
     "dqn_acrobot.py": SMALL,
     "eval_epic.py landscape": "--clip-model local-dir:tiny_clip --render-size 64 --out data",
+    "eval_epic.py prompts --dataset": "--out data/prompts",
+    "eval_epic.py prompts --task kneeling --dataset": "--out data/prompts",
     "eval_epic.py prompts": "--clip-model local-dir:tiny_clip --render-size 64 --per-pose 4",
     "eval_epic.py collect": "--out data/{n}.npz",
     "eval_epic.py epic": "--clip-model local-dir:tiny_clip RN50/random",
@@ -41,11 +43,13 @@ SHORT = {  # flags after those of the document, by the words of a command
     "soak.py": "--steps 11000 --every 1",
     "plot_runs.py": "",
     "screenshots.py": "--out data --wait 4",
+    "gallery.py": "--out data/tasks.png",
     "chaos.py": "--deaths 2 --script dqn --seeds 1",
     "sweep.py": "--seeds 1 --total-timesteps 200 --num-envs 2 --episode-length 10 --tasks CartPole"
     " --learning-starts 40 --gradient-steps 2"
     " --gpus-per-run 1 --out runs/sweep_{n}",
     "gym_wrapper.py": "",
+    "torch.cuda.is_available": "",
     "new_mujoco_task.py": SMALL,
     "new_reward.py": "",
     "sb3_clip_reward.py": "--total-timesteps 800",
@@ -56,7 +60,7 @@ ELSEWHERE = {  # run by something else, or by nothing
     "docs_commands.py": "this",
     "--reward-devices ray": "tests/test_ray.py, which has a cluster",
     "wheel.py": "docs_commands.sh",
-    "train.py": "make tiny_clip, three hours; tests/test_tiny_clip.py",
+    "train.py": "make tiny_clip, hours; tests/test_tiny_clip.py",
     "evaluate.py": "minutes; tests/test_tiny_clip.py",
     "hacked.py": "it wants runs that are gone",
     "paint.py": "it writes into scenes/; tests/test_scenes.py",
@@ -69,12 +73,14 @@ gym.register("MyTask-v0", "gymnasium.envs.mujoco.reacher_v5:ReacherEnv")
 
 def commands(text):
     """Lines of a document that begin with python, with what follows a backslash, and with the
-    variables that the document sets."""
+    variables that the document sets; and what stands in backquotes and begins with python."""
     for name, value in re.findall(r'\b([A-Z]+)="(.*?)"$', text, re.M | re.S):
         text = text.replace(f'"${name}"', f'"{value}"').replace(f"${name} ", f"{value} ")
     for found in re.findall(r"^ {4}[^#\n`]*?\bpython ((?:.*\\\n)*.*)$", text, re.M):
         line = re.sub(r"\\+\n\s*", "", found).partition("; done")[0]
         yield re.sub(r"\s{2,}#.*|\s# .*", "", line).strip()
+    for found in re.findall(r"`python ([^`]+)`", text):
+        yield " ".join(found.split())
 
 
 def prepare(folder):
@@ -85,7 +91,8 @@ def prepare(folder):
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     (folder / "my_module.py").write_text(TASK)
     judge = (
-        "def stacked(states):\n    'Above.'\n    return states[:, 2] > 0.5\nsomersault = stacked\n"
+        "def stacked(states):\n    'Above.'\n    return states[:, 2] > 1.35\n"
+        "somersault = done = stacked\n"
     )
     (folder / "my_task.py").write_text(judge)
     for diff in test_new_task.DIFFS:
@@ -125,6 +132,7 @@ def make(folder, line):
 
 def main(letters):
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    documents += [ROOT / "CONTRIBUTING.md", ROOT / "tiny_clip/README.md"]
     scripts = [*ROOT.glob("*.py"), *(ROOT / "examples").glob("*.py")]
     scripts += (ROOT / "benchmarks").glob("*.py")
     found = {}

@@ -1,6 +1,6 @@
 """One picture a run: what its best policy does in the middle of an episode, under its sentence.
 
-    python benchmarks/gallery.py runs/KNEELING runs/STANDING ... --out docs/tasks.png
+    python benchmarks/gallery.py runs/RUN runs/RUN --out docs/tasks.png        # eight of them
 
 Nothing is picked by hand: of 20 episodes the one whose share of good steps is the median, and of it
 the middle one of its good steps (of all steps where none is). A green border: the judge accepts it.

@@ -4,8 +4,8 @@ r"""Draw one scalar of several runs against environment steps, and print how eac
         --last 10 --out docs/halfcheetah.png
 
 Runs that differ in nothing but their seed are a group: a thick line is a group's mean, the band
-around it the 95 % interval over seeds by scipy's bootstrap, thin lines are its runs. What differs
-between groups (a prompt, an alpha, any flag) is their name.
+around it the 95 % interval over seeds by scipy's bootstrap (of three seeds that is their range),
+thin lines are its runs. What differs between groups (a prompt, an alpha, any flag) is their name.
 """
 
 import json
@@ -49,6 +49,8 @@ def groups_of(runs):
         if "script" in saved:  # a changed copy is another experiment
             saved["script"] = Path(saved["script"]).name
         flags[run] = {x: y for x, y in saved.items() if x not in ELSEWHERE}
+        if "exploration_fraction" in saved:  # DQN's schedules are as long as the run
+            flags[run]["total_timesteps"] = saved["total_timesteps"]
     in_all = set.intersection(*(set(saved) for saved in flags.values()))
     values = {name: {json.dumps(saved[name]) for saved in flags.values()} for name in in_all}
     differ = sorted(name for name in in_all if len(values[name]) > 1)
@@ -100,7 +102,7 @@ def main(
         ends = np.array([[curves[run][1][-last:].mean()] for run in members])
         middle, low, high = (float(x[0]) for x in interval(ends, STATISTICS[statistic]))
         band = f"{low:.4g} to {high:.4g}" if len(members) > 1 else "none"
-        print(f"{name}: {len(members)} seeds, {statistic} {middle:.4g}, 95 % interval {band}")
+        print(f"{name}: {len(members)} runs, {statistic} {middle:.4g}, 95 % interval {band}")
     if out is None:
         return
     figure = Figure((6.5, 4), layout="constrained")
@@ -114,7 +116,7 @@ def main(
             axes.plot(*curves[run], lw=0.6, alpha=0.4, color=color)
         middle, low, high = interval(values, STATISTICS[statistic])
         axes.fill_between(grid, low, high, color=color, alpha=0.2, lw=0)
-        axes.plot(grid, middle, lw=2, color=color, label=f"{name} ({len(members)} seeds)")
+        axes.plot(grid, middle, lw=2, color=color, label=f"{name} ({len(members)} runs)")
     axes.set(xlabel="environment steps", ylabel=scalar, title=title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center")

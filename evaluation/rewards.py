@@ -13,7 +13,8 @@ from annotated_types import Interval
 from tqdm import tqdm
 
 import clip_reward
-from egl_render import UsageError
+from egl_render import RenderArgs, UsageError
+from training.flags import from_flags
 
 
 def check_distinct(**flags):
@@ -35,18 +36,24 @@ class Rewards(clip_reward.RewardArgs):
     clip_model: tuple[str, ...] = ("ViT-bigG-14/laion2b_s39b_b160k",)
     """models to compare: ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline:
     local-dir:tiny_clip"""
+    view_reduction: Literal["mean", "min"] | None = None
+    """what the rewards of a state's pictures become; default: as the run had it"""
 
-    def each(self, frames, prompts):
-        """clip_reward.RewardArgs of each model, with the largest alpha, checked for so many
-        pictures. prompts: {"target_prompt", "baseline_prompt": [str]}, where none are given."""
+    def each(self, states, prompts, flags):
+        """clip_reward.RewardArgs of each model, with the largest alpha, checked for so many states.
+        prompts: {"target_prompt", "baseline_prompt": [str]}, where none are given; flags: those of
+        the run that the states are of."""
         check_distinct(reward_alpha=self.reward_alpha, clip_model=self.clip_model)
+        views = from_flags(RenderArgs, flags).views
         values = vars(self) | {"reward_alpha": max(self.reward_alpha)}
+        values["view_reduction"] = self.view_reduction or flags.get("view_reduction", "mean")
+        values["clip_batch_size"] = max(1, self.clip_batch_size // views)  # states, for the workers
         for name in ("target_prompt", "baseline_prompt"):
             if not values[name.replace("prompt", "image")]:
                 values[name] = values[name] or tuple(prompts[name])
         models = [clip_reward.RewardArgs(**values | {"clip_model": x}) for x in self.clip_model]
         for model in models:
-            model.check(frames)
+            model.check(states * views)
         return models
 
 

@@ -10,7 +10,7 @@ an episode, hand states to a RewardPool instead, as the scripts do.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not if it is installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # unless it is pip-installed
 
 from clip_reward import CLIPReward, load_clip
 
@@ -20,7 +20,7 @@ import numpy as np
 
 
 def check_drawn(env):
-    """Asked when it is stepped: Gymnasium's own checker makes some that draw nothing."""
+    """Asked at a step and not when it is made: Gymnasium's own checker makes some without."""
     if env.render_mode != "rgb_array":
         raise ValueError('pictures are wanted: gym.make(..., render_mode="rgb_array")')
 
@@ -34,7 +34,7 @@ class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
     """
 
     def __init__(self, env, reward):
-        # for gym.make(env.spec); a copy of the reward would be a CLIP more for every environment
+        # so that gym.make(env.spec) works; a deep copy would be one more CLIP for every environment
         gym.utils.RecordConstructorArgs.__init__(self, reward=reward, _disable_deepcopy=True)
         gym.Wrapper.__init__(self, env)
         self.reward = reward

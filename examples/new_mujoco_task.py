@@ -67,6 +67,7 @@ XML = """
 class Lamp(MujocoEnv):
     """Three hinges that are told their angles; every episode begins with the lamp upright."""
 
+    # MujocoEnv wants just these
     modes = ["human", "rgb_array", "depth_array", "rgbd_tuple"]
     metadata = {"render_modes": modes, "render_fps": 20}
 

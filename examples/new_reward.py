@@ -4,8 +4,10 @@
 
 A reward is a torch module that maps frames [B, H, W, 3] uint8 to [B] float32; what makes it is
 called once in every worker with the worker's device, and must be picklable: a class or a function
-of a module, with its settings bound by functools.partial. Two of them are here: the distance to a
-picture of the goal, pixel by pixel, and a small head on CLIP's embeddings, as aesthetic scores are.
+of a module, with its settings bound by functools.partial. (With several cameras frames are [B, V,
+H, W, 3], and the reward says what becomes of V; these two want one.) Two of them are here: the
+distance to a picture of the goal, pixel by pixel, and a small head on CLIP's embeddings, as
+aesthetic scores are.
 
 To learn from one, copy a script and replace the line that makes its pool (docs/new_task.md):
 

@@ -1,6 +1,8 @@
 """What several tests use: pieces for worker processes, running scripts, watching processes."""
 
+import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -159,6 +161,27 @@ def equal(one, two):
 def rings(folder):
     """What lies in the replay buffer of a finished run."""
     return checkpoint(folder)["replay"]["rings"]
+
+
+def wandb_history(path):
+    """What a wandb run was told, {key: [value]}, from its file: records of a protocol buffer in
+    blocks as LevelDB's log has them (crc, length, type; 1 and 4 end a record)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts, history = path.read_bytes(), 7, b"", {}
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:  # a header is never split
+            at += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            for item in Record.FromString(parts).history.item:
+                key = item.key or "/".join(item.nested_key)
+                history.setdefault(key, []).append(json.loads(item.value_json))
+            parts = b""
+    return history
 
 
 def scalars(folder):

@@ -128,6 +128,8 @@ ROWS = {
 --policy-lr 1e30                            | --policy-lr 1e+30
 --q-lr inf                                  | --q-lr inf
 --env-id Pendulum-v1 --camera-azimuth 90 180 | --camera-azimuth
+--camera-azimuth 0 90 360                   | one camera is named twice
+--view-reduction min                        | there is one camera
 --env-id MountainCarContinuous-v0 --camera-azimuth 90 | no camera
 """,
     DQN: """

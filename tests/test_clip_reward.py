@@ -111,7 +111,6 @@ def test_pictures_as_goals_count_as_sentences_do(tiny, frames, tmp_path):
     paths = [str(tmp_path / f"{n}.png") for n in range(3)]
     for path, frame in zip(paths, frames):
         Image.fromarray(frame).save(path)
-    Image.fromarray(frames[0]).convert("RGBA").save(paths[0])  # with transparency
     words, s = text_embeddings(TARGETS), CLIPReward(tiny, TARGETS).embed_images(frames)
     alone = CLIPReward(tiny, target_images=paths[:1])
     np.testing.assert_allclose(alone(frames), s @ s[0], atol=1e-5)
@@ -121,10 +120,36 @@ def test_pictures_as_goals_count_as_sentences_do(tiny, frames, tmp_path):
     b = np.concatenate([text_embeddings(BASELINES[:1]), s[2:3]]).mean(0)
     np.testing.assert_allclose(mixed.g, g, atol=1e-5)
     np.testing.assert_allclose(mixed.b, b, atol=1e-5)
+    deep = np.zeros((32, 32), np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    with pytest.raises(UsageError, match="deep.png has more than 8 bits"):
+        clip_reward.load_image(tmp_path / "deep.png")
     (tmp_path / "text.png").write_text("not a picture")
     for path in (tmp_path / "text.png", tmp_path / "none.png", tmp_path):
         with pytest.raises(UsageError, match=f"{path} is no picture"):
             RewardArgs(target_image=(str(path),), clip_model=TINY).check(1)
+
+
+def test_a_picture_is_read_as_a_viewer_shows_it(frames, tmp_path, monkeypatch):
+    picture = frames[0, :, :48]
+    seen = Image.fromarray(picture)
+    seen.save(tmp_path / "plain.png")
+    clear = np.dstack([picture, np.full(picture.shape[:2], 255, np.uint8)])
+    clear[:20, :, 3] = 0  # whatever colours are hidden there
+    Image.fromarray(clear).save(tmp_path / "clear.png")
+    orientation = Image.Exif()
+    orientation[0x0112] = 6  # taken by a camera that lay on its side
+    lying = seen.transpose(Image.Transpose.ROTATE_90)
+    lying.save(tmp_path / "lying.png", exif=orientation)
+    on_white = picture.copy()
+    on_white[:20] = 255
+    expected = {"plain": picture, "clear": on_white, "lying": picture}
+    for name, pixels in expected.items():
+        np.testing.assert_array_equal(clip_reward.load_image(tmp_path / f"{name}.png"), pixels)
+    monkeypatch.chdir(tmp_path)
+    args = RewardArgs(target_image=("plain.png",), clip_model=TINY)
+    monkeypatch.chdir("/")
+    args.check(1)
 
 
 def test_a_second_reward_of_the_same_clip_and_workers_without_words(tiny, frames):

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
+import tyro
 from PIL import Image
 
 import clip_reward
@@ -620,9 +622,13 @@ def test_auc_and_its_interval():
     assert math.isnan(eval_epic.auc(x, np.ones(80))) and eval_epic.auc(good, good) == 1
     value, low, high = eval_epic.interval(eval_epic.auc, x, good, np.arange(80), 200)
     assert low < value < high
-    # twenty states of four episodes know less than eighty of their own
-    _, wider_low, wider_high = eval_epic.interval(eval_epic.auc, x, good, np.arange(80) // 20, 200)
-    assert wider_high - wider_low != high - low
+    # eighty states of eight episodes, all ten of an episode alike, know less than eighty others
+    x, good = np.repeat(rng.integers(0, 9, 8), 10), np.repeat(np.arange(8) < 3, 10)
+    widths = []
+    for episodes in np.arange(80) // 10, np.arange(80):
+        _, low, high = eval_epic.interval(eval_epic.auc, x, good, episodes, 200)
+        widths.append(high - low)
+    assert widths[0] > 1.5 * widths[1]
 
 
 def test_prompts_compares_every_combination_and_its_command_runs(tmp_path):
@@ -663,13 +669,72 @@ def test_prompts_compares_every_combination_and_its_command_runs(tmp_path):
     helpers.run(ROOT / script, *flags, *short.split(), "--runs-dir", tmp_path / "runs")
 
 
+def test_the_command_of_prompts_trains_what_was_measured(tmp_path, capsys):
+    scene = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    scene.save(tmp_path / "it's a scene.png")
+    picture = str(tmp_path / "it's a scene.png")
+    model = eval_epic.Model(clip_model="local-dir:tiny_clip", baseline_image=(picture,))
+    seen = {"camera_distance": 2.5, "camera_lookat": (0.0, 0.0, 0.8), "camera": "default"}
+    look = eval_epic.Look(render_size=64, textured=False, camera_track=False, **seen)
+    words = {"prompts": ("a robot",), "alphas": (0.25,), "azimuths": (-120.0,), "per_pose": 3}
+    eval_epic.prompts(model, look, task="kneeling", out=tmp_path / "p", **words)
+    (row,) = read_table(tmp_path / "p_kneeling/prompts.csv")
+    assert row["camera_azimuth"] == "-120"
+    line = capsys.readouterr().out.splitlines()[-1]
+    args = tyro.cli(sac.Args, args=shlex.split(line)[2:], config=(tyro.conf.OmitArgPrefixes,))
+    reward = clip_reward.RewardArgs(
+        target_prompt=("a robot",), reward_alpha=0.25, baseline_image=(picture,)
+    )
+    assert args.reward == dataclasses.replace(reward, clip_model="local-dir:tiny_clip")
+    expected = {"render_size": 64, "textured": False, "camera_track": False} | seen
+    assert args.render == egl_render.RenderArgs(**expected, camera_azimuth=(-120.0,))
+
+
 def test_prompts_of_a_classic_task_has_no_cameras(tmp_path):
     model = eval_epic.Model(clip_model="local-dir:tiny_clip")
     look = eval_epic.Look(render_size=64)
-    eval_epic.prompts("cartpole", model, look, per_pose=10, out=tmp_path / "p")
+    eval_epic.prompts(model, look, task="cartpole", per_pose=10, out=tmp_path / "p")
     rows = read_table(tmp_path / "p_cartpole/prompts.csv")
     assert len(rows) == 3 * 3 and {row["camera_azimuth"] for row in rows} == {""}
     assert float(rows[0]["auc"]) > 0.95
+    prompts = functools.partial(eval_epic.prompts, model)
+    assert "has no camera" in refused(prompts, look, task="cartpole", azimuths=(90.0,))
+    turned = eval_epic.Look(camera_azimuth=(90.0,))
+    assert "are --azimuths" in refused(prompts, turned, task="kneeling")
+    assert "--task" in refused(prompts, look)
+
+
+def test_prompts_on_states_of_ones_own_task(tmp_path, capsys):
+    """Labelled by a function of one's own, drawn and named as the dataset's run had it."""
+    args = sac.Args(env_id="Reacher-v5")
+    args.render = egl_render.RenderArgs(render_size=64, camera_azimuth=(90.0, 30.0))
+    states = np.random.default_rng(0).uniform(-1.5, 1.5, (40, 8))
+    columns = {"states": states, "episode": np.arange(40) // 4}
+    datasets.save_dataset(eval_epic.make_dataset(args, columns, {}), tmp_path / "reach.npz")
+    (tmp_path / "mine.py").write_text("def left(states):\n    return states[:, 0] > 0.5\n")
+    model, look = eval_epic.Model(clip_model="local-dir:tiny_clip"), eval_epic.Look()
+    own = {"dataset": tmp_path / "reach.npz", "judge": f"{tmp_path}/mine.py:left"}
+    own |= {"prompts": ("an arm", "an arm to the left"), "alphas": (0.0,)}
+    eval_epic.prompts(model, look, **own, out=tmp_path / "p")
+    rows = read_table(tmp_path / "p_left/prompts.csv")
+    assert {row["camera_azimuth"] for row in rows} == {"90", "30", "90 30"} and len(rows) == 6
+    assert "--env-id Reacher-v5" in capsys.readouterr().out.splitlines()[-1]
+    row = next(row for row in rows if row["camera_azimuth"] == "90 30")
+    clip = clip_reward.load_clip("local-dir:tiny_clip")
+    renderer = sac.make_renderer(args)
+    expected = clip_reward.CLIPReward(clip, [row["prompt"]])(renderer.render(states)).numpy()
+    renderer.close()
+    assert float(row["auc"]) == pytest.approx(eval_epic.auc(expected, states[:, 0] > 0.5), abs=0.02)
+    # EPIC of a picture as the goal, both cameras, with the run's own reduction and another
+    goal = tmp_path / "goal.png"
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(goal)
+    rewards = eval_epic.Rewards(target_image=(str(goal),), clip_model=("local-dir:tiny_clip",))
+    found = []
+    for reduction in None, "mean", "min":
+        rewards = dataclasses.replace(rewards, reward_alpha=(0.0,), view_reduction=reduction)
+        eval_epic.epic(tmp_path / "reach.npz", rewards, judge=own["judge"])
+        found.append(re.search(r"0\.00  ([\d.]+)", capsys.readouterr().out)[1])
+    assert found[0] == found[1] != found[2]
 
 
 def test_the_gallery_shows_each_run_in_the_middle_of_an_episode(runs, tmp_path):

@@ -16,7 +16,6 @@ from helpers import ROOT, gone, only_run, wait_until
 
 import clip_reward
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 GOOD = ("a leaning pole", "pole vertically upright on top of the cart")
 BAD = "pole and cart"  # the baseline as well, which is an error of this prompt's runs only
 SWEEP = [
@@ -38,6 +37,7 @@ def start(out, steps):
 def stopped(tmp_path_factory):
     """(folder, exit code, printed, processes it had) of a sweep in which somebody pressed Ctrl-C
     when both good prompts were being learned."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     out = tmp_path_factory.mktemp("sweep") / "out"
     process = start(out, 10**6)
     consoles = [out / "CartPole" / prompt / "1/console.txt" for prompt in GOOD]

@@ -41,6 +41,25 @@ def test_any_continuous_task_through_frames(tmp_path):
     assert list((folder / "videos").glob("*.mp4"))
 
 
+def test_observations_of_several_parts_are_flattened():
+    class Parts(gym.ObservationWrapper):
+        def __init__(self):
+            super().__init__(gym.make("Pendulum-v1"))
+            box = self.env.observation_space
+            self.observation_space = gym.spaces.Dict({"now": box, "again": box})
+
+        def observation(self, observation):
+            return {"now": observation, "again": observation}
+
+    gym.register("Parts-v0", lambda **_: Parts())
+    args = from_flags(sac.Args, dict(env_id="Parts-v0", reward="ground-truth", video_freq=0))
+    assert sac.check_env("Parts-v0") == ("frames", 6, 1)
+    env = sac.make_env(args)()
+    observation, _ = env.reset(seed=1)
+    assert observation.shape == env.observation_space.shape == (6,)
+    np.testing.assert_array_equal(observation[:3], observation[3:])
+
+
 def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
     """A MuJoCo task that only its own module registers; scored again here, seen as it was asked."""
     (tmp_path / "my_tasks.py").write_text(
@@ -100,6 +119,18 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
     assert np.abs(each[0] - each[1]).max() > 5e-3
     (video,) = (folder / "videos").glob("*.mp4")
     assert imageio.mimread(video)[0].shape == (240, 480, 3), "both views, side by side"
+    assert 'src="target_image_1.png" alt="the goal"' in (folder / "index.html").read_text()
+    longer = [sac.__file__, "--resume", folder, "--total-timesteps", 48]
+    Image.new("RGB", (64, 64)).save(tmp_path / "goal.png")
+    refused = run(*longer, code=2).stderr
+    assert f"{tmp_path}/goal.png is not what this run began with, which is {folder}" in refused
+    (folder / "target_image_1.png").rename(tmp_path / "goal.png")
+    name = "checkpoints/step_24.pt"
+    saved = torch.load(folder / name, weights_only=True)
+    saved["flags"] |= {"camera_azimuth": [150.0, 210]}  # as older runs may have it
+    torch.save(saved, folder / name)
+    run(*longer)
+    assert checkpoint(folder)["global_step"] == 48
 
 
 def test_mountain_car_from_its_state(tmp_path):

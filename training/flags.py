@@ -70,6 +70,11 @@ class RunArgs:
             raise UsageError(f"--exp-name {self.exp_name[:20]!r}: not of 1 to 100 letters")
         if self.render.camera_azimuth and self.env_id in egl_render.CLASSIC_STATE_SIZES:
             raise UsageError(f"--camera-azimuth: {self.env_id} has no camera")
+        azimuths = self.render.camera_azimuth
+        if len({angle % 360 for angle in azimuths}) < len(azimuths):
+            raise UsageError(f"--camera-azimuth {azimuths}: one camera is named twice")
+        if self.reward.view_reduction == "min" and self.render.views < 2:
+            raise UsageError("--view-reduction min: there is one camera; see --camera-azimuth")
         if self.episode_length > self.total_timesteps:
             which = f"longer than the run, --total-timesteps {self.total_timesteps}"
             raise UsageError(f"--episode-length {self.episode_length} is {which}")
@@ -105,7 +110,8 @@ class RunArgs:
             raise UsageError(f"--{name.replace('_', '-')} {value}: all sizes together need {sizes}")
 
 
-# What flags beside --resume may change: how long, where and how often, but not what is learned.
+# What flags beside --resume may change: how long, where and how often, but not what is learned
+# (with --total-timesteps DQN's schedules of --anneal-lr and --exploration-fraction get longer).
 RESUME_MAY_CHANGE = set(
     "total_timesteps checkpoint_freq keep_checkpoints video_freq reward_devices clip_batch_size "
     "clip_cache_dir worker_timeout allow_slow cuda compile track judge runs_dir resume".split()

@@ -28,7 +28,7 @@ pre {{ background: #f3f3f3; padding: .7rem; overflow-x: auto }}
 td {{ padding: 0 1.2rem 0 0; vertical-align: top; overflow-wrap: anywhere }}
 </style>
 <h1>{name}</h1>
-<p><b>{goal}</b><br>{steps:,} of {total:,} steps. {last}</p>
+<p><b>{goal}</b> {pictures}<br>{steps:,} of {total:,} steps. {last}</p>
 {curves}
 {films}
 <h2>Go on</h2><pre>{go_on}</pre>
@@ -78,7 +78,8 @@ def film(folder, title, video, sheet):
     source = f'src="{video.relative_to(folder)}" style="width: {width}"'
     parts.append(f"<video {source} controls loop muted></video>")
     if sheet.exists():
-        parts.append(f'<p><img src="{sheet.relative_to(folder)}" alt="moments of it"></p>')
+        picture = sheet.relative_to(folder)
+        parts.append(f'<p><a href="{picture}"><img src="{picture}" alt="moments of it"></a></p>')
     return "\n".join(parts)
 
 
@@ -124,10 +125,13 @@ def make_page(folder, events=None):
     goal = f"the reward of {flags['env_id']} itself"
     if flags["reward"] == "clip":
         goal = ", ".join([*flags["target_prompt"], *flags.get("target_image", ())])
+    goals = sorted(path.name for path in folder.glob("target_image_*"))
+    goals = [f'<img src="{name}" alt="the goal" style="height: 6rem">' for name in goals]
     go_on, judge = commands(folder, flags, steps)
     return PAGE.format(
         name=html.escape(folder.name),
         goal=html.escape(goal),
+        pictures=" ".join(goals),
         steps=steps,
         total=flags["total_timesteps"],
         last=html.escape(", ".join(last)),

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import copy
 import fcntl
+import filecmp
 import functools
 import itertools
 import json
@@ -44,6 +45,7 @@ from training.flags import (
     excepthook,
     experiment_of,
     flags_of,
+    from_flags,
     typed,
 )
 from training.page import CURVES, events_of, make_page
@@ -202,6 +204,7 @@ class Run:
             for left in (*self.folder.rglob("*.tmp"), *self.folder.glob("videos/.*")):
                 left.unlink()  # by one that was killed
             kept = {"script": sys.argv[0]} | flags_of(args)
+            self._keep_goals()
             write(self.folder / "args.json", json.dumps(kept, indent=2).encode())
             if args.track:
                 self._track()
@@ -210,6 +213,16 @@ class Run:
             self.events = events_of(self.folder)
         except OSError as error:
             raise DiskError(f"no run can be written to {args.runs_dir}: {error}") from error
+
+    def _keep_goals(self):
+        """Copies of the pictures that are the goal: with --resume they have to be the same."""
+        for name in ("target_image", "baseline_image"):
+            for number, path in enumerate(getattr(self.args.reward, name), 1):
+                copy = self.folder / f"{name}_{number}{Path(path).suffix}"
+                if not copy.exists():
+                    shutil.copyfile(path, copy)
+                elif not filecmp.cmp(path, copy, shallow=False):
+                    raise UsageError(f"{path} is not what this run began with, which is {copy}")
 
     def _introduce(self):
         """Flags for the tabs Text and HParams, and a page that begins with what matters."""
@@ -267,7 +280,9 @@ class Run:
         for path in checkpoints(self.folder).values():
             try:
                 checkpoint = load_checkpoint(path)
-                if changed := changed_flags(checkpoint.get("flags", {"flags": 0}), self.args):
+                was = checkpoint.get("flags", {"flags": 0})
+                was = was | flags_of(from_flags(type(self.args), was))  # older ones in today's form
+                if changed := changed_flags(was, self.args):
                     raise UsageError(f"{path} is of another run: {', '.join(changed)} differ")
                 return checkpoint
             except UsageError as error:
@@ -281,6 +296,8 @@ class Run:
         args = self.args
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         names |= {"name": self.folder.name, "dir": self.folder}
+        identity = re.sub(r"[^\w-]", "_", self.folder.name, flags=re.ASCII)[-128:]
+        names |= {"id": identity, "resume": "allow"}  # one curve, also of a resumed run
         hook = sys.excepthook  # wandb's would print a traceback before the one line
         try:
             wandb.init(sync_tensorboard=True, config=flags_of(args), **names)
