@@ -205,7 +205,10 @@ def main():
             batch = augmented(pictures[rows], generator)
             loss = loss_of(model, batch, truth[rows], weight[rows], next(captions))
             robots = humanoid[rows]
-            geometry_loss = F.mse_loss(head(features.pop())[robots], geometry[rows][robots])
+            places = head(features.pop())
+            geometry_loss = places.new_zeros(())
+            if robots.any():
+                geometry_loss = F.mse_loss(places[robots], geometry[rows][robots])
             loss = loss + GEOMETRY_WEIGHT * geometry_loss
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
