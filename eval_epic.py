@@ -193,16 +193,18 @@ def make_dataset(args, columns, made):
     return Dataset(json.loads(json.dumps(made, default=str)), **columns)
 
 
-def renderer_of(dataset):
-    """make_renderer of the run that a dataset is from, or of the arguments it was made with."""
+def renderer_of(dataset, cameras=None):
+    """make_renderer of the run that a dataset is from, or of the arguments it was made with; of
+    several cameras the first ones, or all."""
     script = script_named(dataset.arguments["script"])
     args = from_flags(script.Args, dataset.flags)
+    args.render.camera_azimuth = args.render.camera_azimuth[:cameras]
     return functools.partial(script.make_renderer, args)
 
 
-def pictures(dataset):
+def pictures(dataset, cameras=None):
     """A pool of which only `render` is used: it draws in a thread of its own, for any thread."""
-    return clip_reward.RewardPool(renderer_of(dataset), None, devices=[])
+    return clip_reward.RewardPool(renderer_of(dataset, cameras), None, devices=[])
 
 
 def task_of(spec, flags):
@@ -588,7 +590,8 @@ def success(
             own, or the task of its prompt or environment
         dataset: judge the episodes of this dataset instead of new ones
         human: with --dataset: a CSV file of a person's labels in place of the judge
-        videos: episodes in the video; the first ten are in the contact sheet. 0: neither
+        videos: episodes in the video, seen by the run's first camera; the first ten are in the
+            contact sheet. 0: neither
     """
     from scipy.stats import binomtest  # takes a second
 
@@ -611,7 +614,7 @@ def success(
         judged = judge_episodes(source, data, verdicts, answers, own_rule)
         table += judged
         if run and videos:
-            with pictures(data) as pool:
+            with pictures(data, cameras=1) as pool:
                 for row in judged[:videos]:
                     now = data.rows(row["episode"])
                     frames = pool.render(data.states[now], 160)
@@ -634,10 +637,9 @@ def success(
     figures.draw_success(out / "histogram.png", title, shares)
     print(f"wrote {out}/success.json, episodes.csv, histogram.png")
     if films:
-        columns = figures.across(films[0][0], 10)
-        moments = np.linspace(0, len(films[0][0]) - 1, columns).astype(int)
+        moments = np.linspace(0, len(films[0][0]) - 1, 10).astype(int)
         cells = [figures.moment(film, t) for film in films[:10] for t in moments]
-        figures.write_sheet(out / "contact_sheet.png", cells, columns)
+        figures.write_sheet(out / "contact_sheet.png", cells)
         egl_render.write_video(out / "episodes.mp4", figures.judged_video(films), 30)
         print(f"contact sheet: {out}/contact_sheet.png\njudged video: {out}/episodes.mp4")
         if run:

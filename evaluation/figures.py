@@ -40,16 +40,9 @@ def grid(cells, columns):
     return np.concatenate([np.concatenate(row, 1) for row in rows])
 
 
-def write_sheet(path, cells, columns=10):
-    """A contact sheet of pictures as from `framed`, as PNG."""
-    Image.fromarray(grid(cells, columns)).save(path)
-
-
-def across(frames, most):
-    """How many of frames [..., H, W, 3] to show side by side: `most`, or fewer where each is
-    several cameras' pictures wide."""
-    height, width = frames.shape[-3:-1]
-    return -(-most // max(1, width // height))
+def write_sheet(path, cells):
+    """A contact sheet of pictures as from `framed`, as PNG, ten in a row."""
+    Image.fromarray(grid(cells, 10)).save(path)
 
 
 # An episode is (frames [T, H, W, 3] uint8, steps [T] 1 or 0, success).
@@ -65,9 +58,9 @@ def moment(episode, t):
 
 
 def judged_video(episodes):
-    """Episodes side by side, at most eight in a row, as one video: [T, H', W', 3] uint8."""
+    """Episodes side by side, eight in a row, as one video: [T, H', W', 3] uint8."""
     length = max(len(frames) for frames, _, _ in episodes)
-    columns = min(across(episodes[0][0], 8), len(episodes))
+    columns = min(8, len(episodes))
     return np.stack([grid([moment(e, t) for e in episodes], columns) for t in range(length)])
 
 

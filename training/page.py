@@ -118,7 +118,7 @@ def make_page(folder, events=None):
         paths = [summary.with_name(name) for name in ("episodes.mp4", "contact_sheet.png")]
         if all(path.exists() for path in paths):
             films = [film(folder, f"{title} ({summary.parent.name})", *paths)]  # the newest
-    for video in sorted(folder.glob("videos/*.mp4"), key=lambda x: x.stat().st_mtime)[-1:]:
+    for video in sorted(folder.glob("videos/step_*.mp4"), key=lambda x: int(x.stem[5:]))[-1:]:
         title, sheet = f"While training: {video.stem}", video.with_suffix(".png")
         films.append(film(folder, title, video, sheet))
     rows = "".join(f"<tr><td>{x}<td>{html.escape(str(y))}" for x, y in flags.items())

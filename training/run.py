@@ -458,14 +458,15 @@ class Run:
                 write(self.folder / "checkpoints/best.pt", state)
 
     def save_video(self, frames, fps):
-        """frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, ten moments of it as a picture, and
-        small in TensorBoard."""
+        """frames [T, H, W, 3] uint8, several cameras' side by side, as videos/step_<n>.mp4, some
+        ten moments of it as a picture, and small in TensorBoard."""
         path = self.folder / f"videos/step_{self.global_step}.mp4"
         with self._dispensable("a video"):
             egl_render.write_video(path, frames, fps)
-            moments = frames[np.linspace(0, len(frames) - 1, 10).astype(int)]
-            rows = [np.concatenate(list(moments[i : i + 5]), axis=1) for i in (0, 5)]
-            sheet = Image.fromarray(np.concatenate(rows))
+            across = -(-5 // max(1, frames.shape[2] // frames.shape[1]))
+            moments = np.linspace(0, len(frames) - 1, 10 - 10 % across).astype(int)
+            rows = frames[moments].reshape(-1, across, *frames.shape[1:])
+            sheet = Image.fromarray(np.concatenate([np.concatenate(list(row), 1) for row in rows]))
             sheet.resize((1200, 1200 * sheet.height // sheet.width)).save(path.with_suffix(".png"))
             thin = -(-frames.shape[1] // 400)  # TensorBoard takes GIFs: small ones
             thumbnails = frames[:, ::thin, ::thin]
