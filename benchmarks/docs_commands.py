@@ -110,8 +110,10 @@ def prepare(folder):
         shutil.copytree(folder / "runs/RUN", folder / f"runs/{name}/Humanoid-v5__a__{number}__1")
     shutil.copytree(folder / "runs/RUN", folder / "runs/HalfCheetah__a__1__1")
     make(folder, "eval_epic.py collect --source run --run runs/RUN --out data/RUN.npz --episodes 2")
-    make(folder, "eval_epic.py collect --source poses --out data/poses.npz --per-pose 4")
-    shutil.copy(folder / "data/RUN.npz", folder / "data/kneeling.npz")
+    shutil.copy(folder / "data/RUN.npz", folder / "data/mine.npz")
+    poses = "eval_epic.py collect --source poses --per-pose 4 --render-size 64"
+    for name in ("poses", "kneeling"):  # some of these states are good, and some are not
+        make(folder, f"{poses} --out data/{name}.npz")
     labels = [f"kneeling,frame,{n},kneeling,{n % 2}" for n in range(12)]
     labels += [f"kneeling,episode,{n},kneeling,{n % 2}" for n in range(2)]
     (folder / "data/kneeling").mkdir(exist_ok=True)
