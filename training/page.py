@@ -24,7 +24,7 @@ PAGE = """<!doctype html>
 body {{ font: 15px/1.5 sans-serif; max-width: 62rem; margin: auto; padding: 1rem; color: #222 }}
 h1 {{ font-size: 1.3rem; overflow-wrap: anywhere }} h2 {{ font-size: 1.05rem; margin-top: 2rem }}
 svg, img, video {{ max-width: 100%; height: auto }} video {{ background: #000 }}
-pre {{ background: #f3f3f3; padding: .7rem; overflow-x: auto }}
+pre {{ background: #f3f3f3; padding: .7rem; white-space: pre-wrap }}
 td {{ padding: 0 1.2rem 0 0; vertical-align: top; overflow-wrap: anywhere }}
 </style>
 <h1>{name}</h1>
