@@ -33,7 +33,7 @@ SHORT = {  # flags after those of the document, by the words of a command
     "eval_epic.py prompts --task kneeling --dataset": "--out data/prompts",
     "eval_epic.py prompts": "--clip-model local-dir:tiny_clip --render-size 64 --per-pose 4",
     "eval_epic.py collect": "--out data/{n}.npz",
-    "eval_epic.py epic": "--clip-model local-dir:tiny_clip RN50/random",
+    "eval_epic.py epic": "--clip-model local-dir:tiny_clip",
     "eval_epic.py success": "--episodes 4",
     "eval_epic.py sheet": "",
     "pipeline.py": "--num-envs 2 --episode-length 10 --gradient-steps 2 --rollouts 1"

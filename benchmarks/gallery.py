@@ -27,7 +27,7 @@ def cell(run: Path, checkpoint: str, distance: float, azimuth: float, size: int)
     args = eval_epic.load_run(run)
     task = eval_epic.task_of(None, flags_of(args))
     paths = eval_epic.checkpoint_paths(run, [checkpoint])
-    look = dict(camera_distance=distance, camera_azimuth=(azimuth,), camera_lookat=(0, 0, 0.7))
+    look = dict(camera_distance=distance, camera_azimuth=(azimuth,), camera_lookat=(0, 0, 0.8))
     args.render = replace(args.render, **look, render_quality="full")
     data = eval_epic.dataset_of_run(args, paths, episodes=20, seed=(0, 4))
     good = task.judge(data.states).reshape(20, -1)
@@ -45,7 +45,7 @@ def main(
     runs: tyro.conf.Positional[list[Path]],
     out: Path = Path("tasks.png"),
     checkpoint: str = "best",
-    distance: float = 2.4,
+    distance: float = 2.8,
     azimuth: float = 150.0,
     size: int = 240,
 ) -> None:
