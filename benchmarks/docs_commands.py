@@ -16,6 +16,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 SMALL = "--total-timesteps 96 --num-envs 2 --episode-length 12 --learning-starts 24"
@@ -29,7 +31,7 @@ SHORT = {  # flags after those of the document, by the words of a command
     "sac_goal_distance.py": SMALL,
     "dqn_acrobot.py": SMALL,
     "eval_epic.py landscape": "--clip-model local-dir:tiny_clip --render-size 64 --out data",
-    "eval_epic.py prompts --dataset": "--out data/prompts",
+    "eval_epic.py prompts --dataset": "--clip-model local-dir:tiny_clip --out data/prompts",
     "eval_epic.py prompts --task kneeling --dataset": "--out data/prompts",
     "eval_epic.py prompts": "--clip-model local-dir:tiny_clip --render-size 64 --per-pose 4",
     "eval_epic.py collect": "--out data/{n}.npz",
@@ -87,6 +89,9 @@ def prepare(folder):
     """A copy of the code with what the commands talk of: runs, data, modules, pictures."""
     import test_new_task
 
+    from evaluation import datasets
+    from tiny_clip import poses
+
     ignored = shutil.ignore_patterns(".venv", ".git", "runs", "data", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     (folder / "my_module.py").write_text(TASK)
@@ -111,9 +116,11 @@ def prepare(folder):
     shutil.copytree(folder / "runs/RUN", folder / "runs/HalfCheetah__a__1__1")
     make(folder, "eval_epic.py collect --source run --run runs/RUN --out data/RUN.npz --episodes 2")
     shutil.copy(folder / "data/RUN.npz", folder / "data/mine.npz")
-    poses = "eval_epic.py collect --source poses --per-pose 4 --render-size 64"
-    for name in ("poses", "kneeling"):  # some of these states are good, and some are not
-        make(folder, f"{poses} --out data/{name}.npz")
+    make(folder, "eval_epic.py collect --source poses --out data/poses.npz --per-pose 4")
+    data = datasets.load_dataset(folder / "data/RUN.npz")
+    data.states[::2] = 0  # every second one kneels, at rest
+    data.states[::2, :24] = poses.sample("kneeling", np.random.default_rng(0), len(data) // 2)
+    datasets.save_dataset(data, folder / "data/kneeling.npz")
     labels = [f"kneeling,frame,{n},kneeling,{n % 2}" for n in range(12)]
     labels += [f"kneeling,episode,{n},kneeling,{n % 2}" for n in range(2)]
     (folder / "data/kneeling").mkdir(exist_ok=True)
