@@ -176,7 +176,7 @@ prompts --task kneeling --clip-model local-dir:tiny_clip --alphas | --alphas
 prompts --task kneeling --clip-model local-dir:tiny_clip --prompts a a | --prompts a a
 prompts --task kneeling --clip-model local-dir:tiny_clip --azimuths 1000 | --azimuths 1000
 prompts --task kneeling --clip-model local-dir:tiny_clip --dataset /nowhere.npz | /nowhere.npz
-prompts --task kneeling --clip-model local-dir:tiny_clip --dataset {data} | has no kneeling
+prompts --task kneeling --clip-model local-dir:tiny_clip --dataset {data} | CartPole-v1 has cartpole
 prompts --task cartpole --clip-model local-dir:tiny_clip --dataset {data} --camera paper | collected
 prompts --task kneeling --clip-model nonsense | nearest
 epic --dataset /nowhere.npz                 | /nowhere.npz

@@ -70,8 +70,8 @@ def test_plot_runs_groups_seeds_and_draws(tmp_path):
     script = (sys.executable, "benchmarks/plot_runs.py")
     lines = run(*script, *runs, "--last", 4, "--out", tmp_path / "a.png").stdout.splitlines()
     assert "mean of the last 4: 17.5," in lines[0] and "mean of the last 4: 35," in lines[1]
-    assert lines[4] == "reward_alpha 0.0: 3 seeds, mean 35, 95 % interval 17.5 to 52.5"
-    assert lines[5] == "reward_alpha 0.5: 1 seeds, mean 175, 95 % interval none"
+    assert lines[4] == "reward_alpha 0.0: 3 runs, mean 35, 95 % interval 17.5 to 52.5"
+    assert lines[5] == "reward_alpha 0.5: 1 runs, mean 175, 95 % interval none"
     assert (tmp_path / "a.png").stat().st_size > 5000
     steps, values = plot_runs.read(runs[1], "charts/clip_reward")
     assert steps[-1] == 1900 and values[-1] == pytest.approx(38)

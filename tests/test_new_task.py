@@ -14,8 +14,9 @@ sys.path.insert(0, str(ROOT / "examples"))  # as for who starts them
 SMALL = "--num-envs 2 --episode-length 12 --total-timesteps 72 --learning-starts 24 --batch-size 8"
 SMALL = f"{SMALL} --gradient-steps 2 --hidden-size 16 --render-size 64 --reward-devices cpu"
 SMALL = SMALL.split()
-DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/new_task.md").read_text(), re.S)
-COMMANDS = re.findall(r"^    python (.*)$", (ROOT / "docs/new_task.md").read_text(), re.M)
+PAGE = (ROOT / "docs/new_task.md").read_text()
+DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
+COMMANDS = re.findall(r"^    python (sac_.*|dqn_.*)$", PAGE, re.M)  # of the copies
 
 
 def apply(diff):
