@@ -218,11 +218,11 @@ class Run:
         """Copies of the pictures that are the goal: with --resume they have to be the same."""
         for name in ("target_image", "baseline_image"):
             for number, path in enumerate(getattr(self.args.reward, name), 1):
-                copy = self.folder / f"{name}_{number}{Path(path).suffix}"
-                if not copy.exists():
-                    shutil.copyfile(path, copy)
-                elif not filecmp.cmp(path, copy, shallow=False):
-                    raise UsageError(f"{path} is not what this run began with, which is {copy}")
+                kept = self.folder / f"{name}_{number}{Path(path).suffix}"
+                if not kept.exists():
+                    shutil.copyfile(path, kept)
+                elif not filecmp.cmp(path, kept, shallow=False):
+                    raise UsageError(f"{path} is not what this run began with, which is {kept}")
 
     def _introduce(self):
         """Flags for the tabs Text and HParams, and a page that begins with what matters."""
@@ -460,13 +460,14 @@ class Run:
     def save_video(self, frames, fps):
         """frames [T, H, W, 3] uint8, several cameras' side by side, as videos/step_<n>.mp4, some
         ten moments of it as a picture, and small in TensorBoard."""
+        from evaluation.figures import grid
+
         path = self.folder / f"videos/step_{self.global_step}.mp4"
         with self._dispensable("a video"):
             egl_render.write_video(path, frames, fps)
             across = -(-5 // max(1, frames.shape[2] // frames.shape[1]))
             moments = np.linspace(0, len(frames) - 1, 10 - 10 % across).astype(int)
-            rows = frames[moments].reshape(-1, across, *frames.shape[1:])
-            sheet = Image.fromarray(np.concatenate([np.concatenate(list(row), 1) for row in rows]))
+            sheet = Image.fromarray(grid(frames[moments], across))
             sheet.resize((1200, 1200 * sheet.height // sheet.width)).save(path.with_suffix(".png"))
             thin = -(-frames.shape[1] // 400)  # TensorBoard takes GIFs: small ones
             thumbnails = frames[:, ::thin, ::thin]
