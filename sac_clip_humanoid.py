@@ -89,9 +89,6 @@ class Args(RunArgs):
     valley, with one for 25 steps every fifth episode gets to the top (not in the paper)"""
     gradient_steps: Positive = 100
     """updates after each rollout (num_envs * episode_length steps)"""
-    reset_every: Count = 0
-    """steps after which networks and optimisers begin again and learn from the same buffer, which
-    gets them out of a half-done pose (Nikishin et al. 2022; not in the paper); 0: never"""
     policy_lr: LearningRate = 6e-4
     """learning rate of the actor"""
     q_lr: LearningRate = 6e-4
@@ -394,22 +391,6 @@ def make_learner(args: Args, observation_dim, action_space, device):
     }
 
 
-@torch.no_grad()
-def reset(learner, fresh):
-    """Give `learner` the weights of `fresh`, of `make_learner` too, and empty optimisers; what
-    observations are normalised by stays. In place: a captured CUDA graph reads the same tensors."""
-    for name, part in learner.items():
-        if isinstance(part, torch.optim.Optimizer):
-            for state in part.state.values():
-                for value in state.values():
-                    value.zero_()
-        elif name == "log_alpha":
-            part.copy_(fresh[name])
-        else:
-            for old, new in zip(part.parameters(), fresh[name].parameters(), strict=True):
-                old.copy_(new)
-
-
 def update(batch, learner, args: Args):
     """One step of critics, actor, entropy coefficient and target critics -> [8], see LOSSES."""
     *networks, actor_optimizer, critic_optimizer, alpha_optimizer, log_alpha = learner.values()
@@ -471,9 +452,6 @@ if __name__ == "__main__":
         sequence = np.random.SeedSequence((args.seed, buffer.count))
         *env_seeds, torch_seed = map(int, sequence.generate_state(N + 1))
         torch.manual_seed(torch_seed)
-        if args.reset_every and 0 < run.global_step and run.global_step % args.reset_every < T * N:
-            fresh = make_learner(args, observation_dim, envs.single_action_space, device)
-            reset(learner, fresh)
         random_actions = run.global_step < args.learning_starts
         observations = np.empty((T + 1, N, observation_dim), np.float32)
         actions = np.empty((T, N, action_dim), np.float32)

@@ -204,15 +204,13 @@ def interrupt(number, at, *words):
 
 
 def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
-    more = ["--normalize-observations", "--reset-every", 60]  # after 72 and 120 steps
-    base = [sac.__file__, *TRUTH, *more, "--runs-dir"]
+    base = [sac.__file__, *TRUTH, "--normalize-observations", "--runs-dir"]
     run(*base, tmp_path / "whole", "--total-timesteps", 144)
     run(*base, tmp_path / "half", "--total-timesteps", 72)
     half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
     run(sac.__file__, "--resume", half, "--total-timesteps", 144)
     one, two = checkpoint(half), checkpoint(whole)
     assert equal(one, two) and not equal(one, checkpoint(half, "step_72"))
-    assert one["critic_optimizer"]["state"][0]["step"] == 6, "updates after the last reset"
     values, _ = scalars(half)
     assert [event.step for event in values["charts/SPS"]] == [24, 48, 72, 96, 120, 144]
     seen = one["replay"]["rings"][0].flatten(0, 2).double()

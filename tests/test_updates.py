@@ -67,32 +67,6 @@ def assert_same(network, expected):
         torch.testing.assert_close(parameter.detach().double(), value, atol=2e-6, rtol=2e-5)
 
 
-def test_after_a_reset_a_learner_learns_as_a_new_one():
-    args = sac.Args(hidden_size=24, normalize_observations=True)
-    space, device = gym.spaces.Box(-1, 1, (ACTIONS,)), torch.device("cpu")
-    torch.manual_seed(0)
-    batch = [torch.randn(BATCH, OBSERVATIONS), torch.randn(BATCH, OBSERVATIONS)]
-    batch += [torch.rand(BATCH, ACTIONS) * 2 - 1, torch.randn(BATCH)]
-    old, new = (sac.make_learner(args, OBSERVATIONS, space, device) for _ in range(2))
-    for learner in (old, new):
-        learner["actor"].normalize.add(3 + 2 * batch[0])
-    sac.reset(old, new)  # before the first update the optimisers are empty
-    for _ in range(5):
-        sac.update(batch, old, args)
-    fresh = sac.make_learner(args, OBSERVATIONS, space, device)
-    fresh["actor"].normalize.load_state_dict(new["actor"].normalize.state_dict())
-    sac.reset(old, fresh)
-    results = []
-    for learner in (old, fresh):
-        torch.manual_seed(1)
-        results.append(torch.stack([sac.update(batch, learner, args) for _ in range(3)]))
-    assert torch.equal(*results) and not torch.equal(results[0][0], results[0][2])
-    for name in ("actor", "critic", "target_critic"):
-        there, expected = old[name].state_dict(), fresh[name].state_dict()
-        assert all(torch.equal(there[key], expected[key]) for key in expected), name
-    assert torch.equal(old["log_alpha"], fresh["log_alpha"])
-
-
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("autotune", [True, False])
 @pytest.mark.parametrize("layer_norm", [False, True])
