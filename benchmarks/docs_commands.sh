@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that README and docs tell to type, in a short form: what runs in the project's own
-# environment, then the example and the wheel that want one of their own. Half an hour on two cores.
+# environment, then the example and the wheel that want one of their own. Two hours on two cores that
+# do other work meanwhile.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PY=$PWD/.venv/bin/python
