@@ -1,7 +1,7 @@
 """Every command that README, docs and the scripts' own help tell to type, run in a short form: the
 same flags, after them some that make it small, so that one which is out of date fails. 99 minutes
-on two cores that train two policies meanwhile; benchmarks/docs_commands.sh runs it and what wants an
-environment of its own.
+on two cores that train two policies meanwhile; benchmarks/docs_commands.sh runs it and what wants
+an environment of its own.
 
     python benchmarks/docs_commands.py                  # all
     python benchmarks/docs_commands.py eval_epic        # those with these letters in them
