@@ -25,7 +25,7 @@ import dqn_clip_classic as dqn
 import egl_render
 import eval_epic
 import sac_clip_humanoid as sac
-from benchmarks import gallery
+from benchmarks import gallery, paid
 from clip_reward import UsageError
 from evaluation import datasets, figures, judges
 from training.flags import flags_of
@@ -745,3 +745,21 @@ def test_the_gallery_shows_each_run_in_the_middle_of_an_episode(runs, tmp_path):
     assert picture.shape == (one + 3 * figures.LINE + 2, 4 * one, 3)
     assert tuple(picture[0, 0]) == tuple(picture[0, one]) == figures.BAD  # it still drops
     assert picture[20:100, 20:100].std() > 20 and (picture[:, 2 * one :] == 255).all()
+
+
+def test_what_a_policy_is_paid_stands_beside_the_whole_pose(runs, tmp_path, capsys):
+    from tiny_clip.data import degrees
+    from tiny_clip.poses import describe
+
+    out, run = tmp_path / "paid.png", runs["humanoid"]
+    paid.main([run], out, checkpoint="100", step=5, size=64)
+    found = re.findall(r": ([\d.]+) of it, paid (-?[\d.]+)", capsys.readouterr().out)
+    (share, reward), (whole, most) = np.array(found, float)
+    seeds = np.random.SeedSequence((0, 4, 0)).generate_state(20)
+    played = eval_epic.rollout(eval_epic.load_run(run), run / "checkpoints/step_100.pt", seeds)
+    at = played["states"][played["step"] == 4]
+    assert len(at) == 20
+    assert share == pytest.approx(degrees(describe(at[:, :24]))["standing"].mean(), abs=0.006)
+    assert whole > 0.97 > share and most > reward > -0.3
+    picture = np.asarray(Image.open(out))
+    assert tuple(picture[0, 0]) == figures.BAD and tuple(picture[0, -1]) == figures.GOOD

@@ -154,6 +154,32 @@ LEVELS = {"none": (0, 0.1), "a little": (0.1, 0.4), "half": (0.4, 0.7), "there":
 VIEWS = (120, 180, 240)
 
 
+def hacks(facts):
+    """What policies had been paid for, by poses.describe(): {what: (task, states [B] bool)}."""
+    f, parts = facts, ("knee", "foot", "foot_out", "hand_x", "hand_z")
+    low = {part: np.minimum(f[f"right_{part}"], f[f"left_{part}"]) for part in parts}
+    high = {part: np.maximum(f[f"right_{part}"], f[f"left_{part}"]) for part in parts}
+    upright, low_down = f["up"] > 0.6, f["pelvis"] < 0.2
+    on_feet = (f["up"] > 0.85) & (f["pelvis"] > 0.7) & (high["foot"] < 0.15)
+    shin_behind = [f[f"{x}_foot_fwd"] < f[f"{x}_knee_fwd"] - 0.15 for x in ("right", "left")]
+    in_front = (low["hand_x"] > 0.15) & (low["hand_z"] > -0.3) & (high["hand_z"] < 0.25)
+    return {
+        "on the heels, both knees 12 to 32 cm up": ("kneeling", upright & np.all(shin_behind, 0)
+            & (f["pelvis"] < 0.5) & (low["knee"] > 0.12) & (high["knee"] < 0.32)),
+        "one knee down, the other 15 cm up or more": ("kneeling", upright & ~low_down
+            & (low["knee"] < 0.06) & (high["knee"] > 0.15)),
+        "on both feet, its weight 15 cm and more off them": ("standing", on_feet
+            & (high["foot"] < 0.05) & (f["off"] > 0.15)),
+        "one arm raised": ("arms_raised", on_feet & (high["hand_z"] > 0.35) & (low["hand_z"] < 0)),
+        "hands in front, not past each other": ("arms_crossed", on_feet & in_front
+            & (f["right_hand_y"] + f["left_hand_y"] > 0.1)),
+        "seated, one knee 30 cm up or more": ("lotus", upright & low_down & (high["foot"] < 0.2)
+            & (low["knee"] < 0.25) & (high["knee"] > 0.3)),
+        "seated, one leg folded": ("splits", upright & low_down & (high["foot"] < 0.2)
+            & (low["foot_out"] < 0.4) & (high["foot_out"] > 0.6)),
+    }  # fmt: skip
+
+
 def half_figures(judge, count, size):
     """What half of a pose is paid: states of policies that no training saw, `count` times as many
     half poses and samples of all poses, seen as in `make train`: (Markdown, [])."""
@@ -168,19 +194,29 @@ def half_figures(judge, count, size):
     for state in qpos:
         poses.turn_to(state, rng.uniform(-np.pi, np.pi) / 6)
     views = [judge(draw(qpos, camera=azimuth, size=size)) for azimuth in VIEWS]
-    degrees, rows = data.degrees(poses.describe(qpos)), []
-    for task in poses.TASKS:
-        reward, degree = np.mean([view[task] for view in views], 0), degrees[task]
+    facts = poses.describe(qpos)
+    degrees, rows, hacked = data.degrees(facts), [], []
+    rewards = {task: np.mean([view[task] for view in views], 0) for task in poses.TASKS}
+    for task, reward in rewards.items():
+        degree = degrees[task]
         row = [PROMPTS[task], stats.spearmanr(degree, reward).statistic]
         for low, high in LEVELS.values():
             at = (low <= degree) & (degree < high)
             row.append(f"{reward[at].mean():.2f} +- {reward[at].std():.2f} ({at.sum()})")
         rows.append(row)
+    for what, (task, found) in hacks(facts).items():
+        reward, degree = rewards[task], degrees[task]
+        none, whole = reward[degree < 0.1].mean(), reward[degree >= 0.9].mean()
+        share = (reward[found].mean() - none) / (whole - none)
+        hacked.append([PROMPTS[task], what, found.sum(), degree[found].mean(), share])
     return [
         "Half poses: mean reward, its standard deviation and the number of states, by how much of "
         f"the pose there is (`data.degrees`), over {len(qpos)} states of policies that no training "
         f"saw, half poses and whole ones; mean of the azimuths {VIEWS}:",
         table(["prompt", "Spearman", *LEVELS], rows),
+        "What policies had been paid for: how much of the pose it is, and its mean reward as a "
+        "share of the way from less than a tenth of the pose to nine tenths and more:",
+        table(["prompt", "state", "states", "of the pose", "of the reward"], hacked),
     ], []
 
 
