@@ -265,7 +265,8 @@ def main():
     parts += [blend_figures(judge, max(2, args.samples // 4), args.size)]
     parts += [half_figures(judge, args.samples, args.size), classic_figures(judge)]
     figures, missed = (sum(column, []) for column in zip(*parts))
-    source = f"{args.clip_model}, states from seeds {SEED} to {SEED + 3}, {datetime.date.today()}"
+    model = args.clip_model.replace(str(HERE), HERE.name)
+    source = f"{model}, states from seeds {SEED} to {SEED + 3}, {datetime.date.today()}"
     print("# Held-out figures", source, *figures, sep="\n\n")
     if args.clip_model == parser.get_default("clip_model"):
         sys.exit("\n".join(f"NOT MET: {line}" for line in missed) or 0)
