@@ -48,7 +48,7 @@ SHORT = {  # flags after those of the document, by the words of a command
     "plot_runs.py": "",
     "screenshots.py": "--out data --wait 4",
     "gallery.py": "--out data/tasks.png",
-    "paid.py": "--out data/paid.png",
+    "paid.py": "--step 3 --out data/paid.png",
     "chaos.py": "--deaths 2 --script dqn --seeds 1",
     "sweep.py": "--seeds 1 --total-timesteps 200 --num-envs 2 --episode-length 10 --tasks CartPole"
     " --learning-starts 40 --gradient-steps 2"
