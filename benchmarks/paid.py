@@ -38,15 +38,16 @@ def row(run: Path, checkpoint: str, step: int, size: int) -> list[np.ndarray]:
         poses.turn_to(state[:24], rng.uniform(-np.pi, np.pi) / 6)
     cells, alpha = [], args.reward.reward_alpha
     whose = f"{task.name.replace('_', ' ')}, seed {args.seed}, step {step}", "the pose library"
-    for who, states in zip(whose, (played.states[played.step == step - 1], library), strict=True):
-        paid = rewards_of(args.reward, [alpha], eval_epic.renderer_of(played), states)[alpha]
-        share = data.degrees(poses.describe(states[:, :24]))[task.name].mean()
-        state = states[[np.argsort(paid)[len(paid) // 2]]]
-        with eval_epic.pictures(played) as pool:
+    both = zip(whose, (played.states[played.step == step - 1], library), strict=True)
+    with eval_epic.pictures(played) as pool:
+        for who, states in both:
+            paid = rewards_of(args.reward, [alpha], eval_epic.renderer_of(played), states)[alpha]
+            share = data.degrees(poses.describe(states[:, :24]))[task.name].mean()
+            state = states[[np.argsort(paid)[len(paid) // 2]]]
+            words = f"{who}\n{share:.2f} of it, paid {paid.mean():.3f}"
+            print(words.replace("\n", ": "))
             picture = pool.render(state, size)[0]
-        words = f"{who}\n{share:.2f} of it, paid {paid.mean():.3f}"
-        print(words.replace("\n", ": "))
-        cells.append(figures.framed(picture, words, task.judge(state)[0]))
+            cells.append(figures.framed(picture, words, task.judge(state)[0]))
     return cells
 
 
