@@ -1,5 +1,5 @@
 # make train: set everything up, train the humanoid to kneel with the embedded CLIP, judge the result
-# make test:  set everything up, then run all tests
+# make test:  set everything up, then run the tests (make test-all: the slow ones as well)
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ DRAW := import egl_render; egl_render.setup_gl(); egl_render.gl_renderer()
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive apt-get -qq
 INSTALL := $(APT) update && $(APT) install -y --no-install-recommends >/dev/null
 
-.PHONY: help setup gl browser train test coverage lint tensorboard tiny_clip clean
+.PHONY: help setup gl browser train test test-all coverage lint tensorboard tiny_clip clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -40,11 +40,10 @@ browser:
 		$(INSTALL) chromium chromium-driver \
 			|| echo "that was not possible here: its tests will fail and say what to install"; }
 
-# About a quarter of an hour on two cores once everything is installed. The paper's method but for: 24 times
-# its updates per step, layer norm in the critics to bear them, observations normalised, targets of
-# three steps, and three cameras, the paper's and one 60 degrees to either side: from one the robot
-# may hide its knees. Every call has a folder of its own, so that the run that is judged is the one that
-# was trained. With a GPU and the real CLIP see the README.
+# About a quarter of an hour on two cores once everything is installed. The paper's method but for: 24
+# times its updates per step, layer norm in the critics to bear them, normalised observations, 3-step
+# returns, and three cameras, the paper's and one 60 degrees to either side: from one the robot may
+# hide its knees. With a GPU and the real CLIP see the README.
 # One thread: with two an update of 128 transitions takes 1.6 times as long (docs/speed.md).
 train: setup
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); export OMP_NUM_THREADS=1; \
@@ -57,9 +56,12 @@ train: setup
 
 # two at a time, as on a machine with two cores
 test: setup browser
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
 
-# of the five files at the top, evaluation/ and training/, their processes counted
+test-all: test
+	$(PY) -m pytest -n 2 --dist loadgroup -m slow
+
+# of the files at the top, evaluation/ and training/, their processes counted
 coverage: setup browser
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest -n 2 --dist loadgroup

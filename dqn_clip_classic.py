@@ -1,5 +1,6 @@
-"""DQN from a sentence: the reward of a step is how well CLIP finds its picture to fit the words.
-(VLM-RM, arXiv 2310.12921; double DQN, arXiv 1509.06461.) The whole experiment is in this file.
+"""DQN from a sentence: the reward of a step is CLIP's score of its picture against a prompt
+(VLM-RM, arXiv 2310.12921; double DQN, arXiv 1509.06461). Environments, network, replay buffer,
+updates, the loop and the names of all scalars are in this file.
 
 CartPole, the paper's setting (ViT-bigG-14, 3 million steps):
 
@@ -10,7 +11,7 @@ Offline on a laptop, with the small CLIP that comes with the project:
     python dqn_clip_classic.py --target-prompt "pole vertically upright on top of the cart" \\
         --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --learning-starts 1000 \\
         --total-timesteps 40000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
-        --target-network-frequency 1 --best-window 5
+        --target-network-frequency 1
 
 MountainCar in the same way:
 
@@ -18,21 +19,21 @@ MountainCar in the same way:
         --target-prompt "a car at the peak of the mountain, next to the yellow flag" \\
         --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --learning-starts 1000 \\
         --total-timesteps 60000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
-        --target-network-frequency 1 --best-window 5
+        --target-network-frequency 1
 
 DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
 
     python dqn_clip_classic.py --reward ground-truth --terminate --episode-length 500 \\
         --total-timesteps 100000 --learning-starts 1000 --gradient-steps 250 \\
         --learning-rate 3e-4 --anneal-lr --tau 0.02 --target-network-frequency 1 --layer-norm \\
-        --end-e 0.01 --best-window 10 --video-freq 0
+        --end-e 0.01 --video-freq 0
 """
 
 import functools
 import math
+import os
 import signal
 import time
-from dataclasses import dataclass, field
 from typing import Annotated
 
 if __name__ == "__main__":
@@ -45,69 +46,67 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from annotated_types import Interval
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
-import egl_render
-from egl_render import Count, LearningRate, Positive, Share, UsageError
-from environments import classic, vector
-from training.flags import RunArgs, parse_args
-from training.run import Rings, Run, compile_update, load_judge, make_pool, seed_everything
+from clip_reward import UsageError
+from environments import classic, judges
+from training.run import Run, RunArgs, parse_args, say
+from training.workers import Pool
+
+Share = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass
 class Args(RunArgs):
-    reward: clip_reward.RewardArgs = field(default_factory=clip_reward.RewardArgs)
-    render: egl_render.RenderArgs = field(default_factory=egl_render.RenderArgs)
-
     env_id: str = "CartPole-v1"
     """CartPole-v1 or MountainCar-v0"""
-    total_timesteps: Positive = 3_000_000
-    """environment steps in all, rounded up to whole rollouts"""
-    num_envs: Positive = 1
+    total_timesteps: PositiveInt = 3_000_000
+    """environment steps, rounded up to whole rollouts"""
+    num_envs: PositiveInt = 1
     """environments stepped in turn by this process: a step takes microseconds"""
-    episode_length: Positive = 200
+    episode_length: PositiveInt = 200
     """steps of every episode; a rollout is one episode of each environment"""
     terminate: bool = False
     """end episodes where Gymnasium ends them, to check DQN itself (only --reward ground-truth)"""
-    buffer_size: Positive = 100_000
+    buffer_size: PositiveInt = 100_000
     """transitions in the replay buffer"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.99
     """discount factor"""
-    batch_size: Positive = 64
+    batch_size: PositiveInt = 64
     """transitions per update"""
-    learning_starts: Count = 75_000
+    learning_starts: NonNegativeInt = 75_000
     """steps of random actions before the first update"""
-    gradient_steps: Positive = 200
+    gradient_steps: PositiveInt = 200
     """updates after each rollout (num_envs * episode_length steps; fewer after a shorter one)"""
-    target_network_frequency: Positive = 200
+    target_network_frequency: PositiveInt = 200
     """updates between those of the target network"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """share of the network that moves into the target network then; 1: a copy"""
+    """target smoothing coefficient; 1: a copy"""
     double: bool = True
-    """double DQN: the network chooses the next action, the target network judges it; without, the
-    target network does both"""
-    learning_rate: LearningRate = 2.3e-3
+    """double DQN: the network chooses the next action and the target network evaluates it"""
+    learning_rate: Annotated[float, Interval(gt=0, le=1)] = 2.3e-3
     """learning rate of the network"""
     anneal_lr: bool = False
-    """let the learning rate fall linearly to 0 over total_timesteps (not in the paper)"""
+    """anneal the learning rate linearly to 0 over total_timesteps (not in the paper)"""
     max_grad_norm: Annotated[float, Interval(gt=0)] = 10.0
-    """longer gradients are cut to this length"""
-    hidden_size: Positive = 256
+    """gradients are clipped to this norm"""
+    hidden_size: PositiveInt = 256
     """width of the two hidden layers"""
     layer_norm: bool = False
-    """normalise the hidden layers, against values that run away (not in the paper)"""
+    """layer norm in the hidden layers, against values that diverge (not in the paper)"""
     start_e: Share = 1.0
-    """share of random actions at first (of a rollout's actions: it changes between rollouts)"""
+    """epsilon at first (it changes between rollouts)"""
     end_e: Share = 0.04
-    """share of random actions in the end"""
+    """epsilon in the end"""
     exploration_fraction: Share = 0.16
-    """part of total_timesteps over which the share falls from start_e to end_e"""
-    best_window: Positive = 1
-    """rollouts in a row whose mean reward is compared to choose checkpoints/best.pt"""
+    """fraction of total_timesteps over which epsilon falls from start_e to end_e"""
 
-    checkpoint_freq: Count = 64_000
-    """steps between checkpoints; the end of the run always has one"""
-    video_freq: Count = 64_000
+    checkpoint_freq: NonNegativeInt = 64_000
+    """steps between checkpoints; the end of a run always has one"""
+    video_freq: NonNegativeInt = 64_000
     """steps between videos, and one at the end; 0: none"""
 
 
@@ -115,32 +114,37 @@ TASKS = {"CartPole-v1": classic.CartPoleTask, "MountainCar-v0": classic.Mountain
 
 
 def make_env(args: Args):
-    """A function that makes one environment."""
+    """Return a function that makes one environment."""
 
     def thunk():
-        # no time limit. The checker would complain of angles beyond 24 degrees
+        # no time limit; the checker would complain of angles beyond 24 degrees
         env = gym.make(args.env_id, max_episode_steps=-1, disable_env_checker=True)
         return classic.OriginalTask(env) if args.terminate else TASKS[args.env_id](env)
 
     return thunk
 
 
-def make_renderer(args: Args, size: int | None = None):
-    """What draws states; called in every reward worker."""
+def make_renderer(args: Args, device="cpu", size: int | None = None):
+    """Make what draws states; called in every reward worker. These pictures need no GPU."""
     textured = args.render.textured and args.env_id != "CartPole-v1"
-    return egl_render.ClassicRenderer(args.env_id, size or args.render.render_size, textured)
+    return classic.ClassicRenderer(args.env_id, size or args.render.render_size, textured)
 
 
 def check_args(args: Args) -> None:
-    """Raise UsageError, one line that says what to type instead, before anything slow starts."""
-    if args.env_id not in TASKS:
-        other = "for tasks with continuous actions use sac_clip_humanoid.py"
-        raise UsageError(f"--env-id {args.env_id}: this script has {' and '.join(TASKS)}; {other}")
-    args.check()
-    args.check_memory(row=12)  # two observations, action, reward, termination
-    if args.terminate and args.reward.reward == "clip":
-        raise UsageError("--terminate tells about the task: only with --reward ground-truth")
-    args.reward.check(frames=args.total_timesteps)
+    """Raise UsageError, one line that says what is wrong, before anything slow starts."""
+    rollout, clip = args.num_envs * args.episode_length, args.reward.reward == "clip"
+    late = args.learning_starts > max(rollout, args.total_timesteps)
+    problems = {
+        f"--env-id {args.env_id}: here are {' and '.join(TASKS)}; for continuous actions use "
+        "sac_clip_humanoid.py": args.env_id not in TASKS,
+        "--terminate tells about the task: use --reward ground-truth": args.terminate and clip,
+        f"--camera-azimuth: {args.env_id} has no camera": args.render.camera_azimuth,
+        f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
+        f"--learning-starts {args.learning_starts} is never reached": late,
+    }
+    for problem in filter(problems.get, problems):
+        raise UsageError(problem)
+    args.reward.check()
 
 
 class QNetwork(nn.Module):
@@ -151,39 +155,11 @@ class QNetwork(nn.Module):
         layers, width = [], args.hidden_size
         for inputs in (observation_dim, width):
             layers += [nn.Linear(inputs, width), *([nn.LayerNorm(width)] * args.layer_norm)]
-            layers.append(nn.ReLU(inplace=True))
+            layers.append(nn.ReLU())
         self.net = nn.Sequential(*layers, nn.Linear(width, int(action_space.n)))
 
     def forward(self, observations):
         return self.net(observations)
-
-    def outputs(self, observations):
-        """[B, O] -> the observations and what every layer makes of them, the values [B, A] last."""
-        outputs = [observations]
-        for layer in self.net:
-            outputs.append(layer(outputs[-1]))
-        return outputs
-
-    def gradients(self, outputs, gradient):
-        """`outputs` and the loss's gradient with respect to the values [B, A] -> its gradients with
-        respect to all parameters, in their order."""
-        gradients = []
-        layers = list(zip(self.net, outputs))
-        for i, (layer, x) in reversed(list(enumerate(layers))):
-            if isinstance(layer, nn.Linear):
-                gradients += [gradient.sum(0), gradient.T @ x]
-                gradient = gradient @ layer.weight if i else None
-            elif isinstance(layer, nn.ReLU):  # in place: x is positive where its input was
-                gradient = torch.ops.aten.threshold_backward(gradient, x, 0)
-            else:  # layer norm: weight * normal + bias
-                variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
-                scale = (variance + layer.eps).rsqrt()
-                normal = (x - mean) * scale
-                gradients += [gradient.sum(0), (gradient * normal).sum(0)]
-                gradient = gradient * layer.weight
-                along = normal * (gradient * normal).mean(1, keepdim=True)
-                gradient = scale * (gradient - gradient.mean(1, keepdim=True) - along)
-        return gradients[::-1]
 
     @torch.no_grad()
     def best_actions(self, observations):
@@ -192,9 +168,8 @@ class QNetwork(nn.Module):
         return self(torch.as_tensor(observations, device=device)).argmax(1).cpu().numpy()
 
 
-class ReplayBuffer(Rings):
-    """A ring of transitions: `add` takes observations [K, O], next observations [K, O], actions
-    [K], rewards [K], terminations [K]."""
+class ReplayBuffer:
+    """A ring of transitions."""
 
     def __init__(self, size, observation_dim, device):
         self.size, self.count = size, 0  # count: transitions ever added
@@ -206,6 +181,23 @@ class ReplayBuffer(Rings):
             torch.empty(size, device=device),
         )
 
+    def add(self, *columns):
+        """Observations [K, O], next observations [K, O], actions [K], rewards [K], terminations
+        [K]; K is at most the buffer's size."""
+        slots = (self.count + torch.arange(len(columns[0]))) % self.size
+        for ring, column in zip(self.rings, columns, strict=True):
+            ring[slots] = torch.as_tensor(column).to(ring)
+        self.count += len(slots)
+
+    def state_dict(self):
+        # torch.save writes all that lies behind a slice, hence the copies
+        return {"count": self.count, "rings": [ring[: self.count].clone() for ring in self.rings]}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        for ring, filled in zip(self.rings, state["rings"], strict=True):
+            ring[: len(filled)] = filled
+
     def sample(self, batch_size):
         """-> observations [B, O], next observations [B, O], actions [B], rewards [B],
         terminations [B] (1 where s' is the end and worth nothing)."""
@@ -214,36 +206,25 @@ class ReplayBuffer(Rings):
         return [ring.index_select(0, index) for ring in self.rings]
 
 
-@torch.inference_mode()  # there is no autograd here: 7 % faster than under no_grad
 def update(batch, q_network, target_network, optimizer, args: Args):
     """One step on the Bellman error (Huber's) -> loss and mean value [2]."""
     observations, next_observations, actions, rewards, terminations = batch
-    B = len(rewards)
-    inputs = torch.cat([observations, next_observations]) if args.double else observations
-    outputs = q_network.outputs(inputs)
-    next_values = target_network(next_observations)
-    # The maximum of one network's own errors is too high (values of 150 on CartPole, where no
-    # policy gets above 100). Double DQN: one network chooses, the other judges.
-    choosing = outputs[-1][B:] if args.double else next_values
-    next_values = next_values.gather(1, choosing.argmax(1, keepdim=True))[:, 0]
-    # The end of an episode is a time limit, that is a truncation: the value of its last state
-    # is bootstrapped like any other. Only --terminate makes terminations.
-    targets = rewards + args.gamma * (1 - terminations) * next_values
-    outputs = [x[:B] for x in outputs]  # of the observations
-    values = outputs[-1].gather(1, actions[:, None])[:, 0]
-    # The gradient by hand: with products this small autograd's bookkeeping takes as long as they do
-    # (docs/speed.md).
-    errors = values - targets
-    slopes = errors.clamp(-1, 1)  # of Huber's loss
-    taken = actions[:, None] == torch.arange(outputs[-1].shape[1], device=actions.device)
-    gradients = q_network.gradients(outputs, taken * (slopes / B)[:, None])
-    norm = torch.stack(torch._foreach_norm(gradients)).norm()
-    torch._foreach_mul_(gradients, (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-    for parameter, gradient in zip(q_network.parameters(), gradients, strict=True):
-        parameter.grad = gradient
+    with torch.no_grad():
+        next_values = target_network(next_observations)
+        # The maximum of one network's own errors is too high (values of 150 on CartPole, where no
+        # policy gets above 100). Double DQN: one network chooses, the other evaluates.
+        choosing = q_network(next_observations) if args.double else next_values
+        next_values = next_values.gather(1, choosing.argmax(1, keepdim=True)).squeeze(1)
+        # The end of an episode is a time limit, that is a truncation: the value of its last state
+        # is bootstrapped like any other. Only --terminate makes terminations.
+        targets = rewards + args.gamma * (1 - terminations) * next_values
+    values = q_network(observations).gather(1, actions[:, None]).squeeze(1)
+    loss = F.smooth_l1_loss(values, targets)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
     optimizer.step()
-    loss = (slopes * (errors - slopes / 2)).mean()
-    return torch.stack([loss, values.mean()])
+    return torch.stack([loss.detach(), values.detach().mean()])
 
 
 def make_learner(args: Args, observation_dim, action_space, device):
@@ -267,37 +248,59 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
     return start + (end - start) * min(1.0, step / max(1, duration))
 
 
+BEST_WINDOW = 5  # rollouts in a row whose mean reward is compared to choose checkpoints/best.pt
+
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
     use_clip, T, N = args.reward.reward == "clip", args.episode_length, args.num_envs
-    judge = load_judge(args)
-    device = seed_everything(args)
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms want it
+    torch.use_deterministic_algorithms(True)
+    torch.set_flush_denormal(True)  # Adam's averages of dead units would slow a CPU a hundredfold
     torch.set_num_threads(1)  # such small products: 596 updates/s, with two threads 370 (2 cores)
-    pool = make_pool(args, functools.partial(make_renderer, args))
-    run = Run(args)
-    envs = vector.in_this_process(make_env(args), N)
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    score = functools.partial(clip_reward.make_clip_reward, args.reward) if use_clip else None
+    devices = args.reward.devices() if use_clip else ["cpu"] * bool(args.video_freq)
+    chunk, timeout = args.reward.clip_batch_size, args.reward.worker_timeout
+    pool = Pool(functools.partial(make_renderer, args), score, devices, chunk, timeout)
+    disabled = gym.vector.AutoresetMode.DISABLED
+    envs = gym.vector.SyncVectorEnv([make_env(args)] * N, autoreset_mode=disabled)
     observation_dim = envs.single_observation_space.shape[0]
     action_count = int(envs.single_action_space.n)
+    example = np.zeros(observation_dim)
+    judge = judges.episode_judge(args.judge, args.env_id, args.reward.target_prompt, example)
+    say(*pool.wait_ready())
+    run = Run(args)
+
     learner = make_learner(args, observation_dim, envs.single_action_space, device)
     q_network, target_network, optimizer = learner.values()
     params, target_params = list(q_network.parameters()), list(target_network.parameters())
     learn = functools.partial(update, **learner, args=args)
     if args.compile:
-        learn = compile_update(learn, device)
-    buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
-    progress = {"updates": 0, "scores": []}  # mean rewards of the learned policy's last rollouts
-    run.start(learner, buffer, pool, envs, progress)  # with --resume: as they were
+        learn = torch.compile(learn, dynamic=False)
+        if device.type == "cuda":  # all kernels as one CUDA graph
+            from tensordict.nn import CudaGraphModule
 
-    while run.goes_on():
-        # All randomness follows from (seed, number of the rollout), also after --resume.
-        sequence = np.random.SeedSequence((args.seed, len(run.history)))
+            learn = CudaGraphModule(learn, warmup=5)
+    buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
+    updates = torch.zeros((), dtype=torch.int64)
+    scores = torch.full((BEST_WINDOW,), math.nan)  # mean rewards of the learned policy's rollouts
+    saved = learner | {"replay": buffer, "updates": updates, "scores": scores}
+    run.restore(saved)  # with --resume: as they were
+
+    while run.step < args.total_timesteps and not run.stopped:
+        # All randomness follows from (seed, number of the rollout): a resumed run continues as the
+        # uninterrupted one would have, without any generator's state being saved.
+        sequence = np.random.SeedSequence((args.seed, run.rollout))
         *env_seeds, torch_seed = map(int, sequence.generate_state(N + 1))
         torch.manual_seed(torch_seed)
         rng = np.random.default_rng(sequence)
-        learned = progress["updates"] > 0
+        learned = int(updates) > 0
         exploration_steps = args.exploration_fraction * args.total_timesteps
-        epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, run.global_step)
+        epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, run.step)
         explore = rng.random((T, N)) < (epsilon if learned else 1.0)
         any_action = rng.integers(action_count, size=(T, N))
         observations = np.zeros((T + 1, N, observation_dim), np.float32)
@@ -305,8 +308,7 @@ if __name__ == "__main__":
         terminations, valid = np.zeros((T, N)), np.zeros((T, N), bool)
         states = np.zeros((T, N, observation_dim))  # of s'
 
-        # 1. One episode of every environment. The workers draw and score its states while it is
-        # played.
+        # 1. Play one episode of every environment. The workers draw and score its states meanwhile.
         t0 = time.perf_counter()
         observations[0], _ = envs.reset(seed=env_seeds)
         for t in range(T):
@@ -315,57 +317,67 @@ if __name__ == "__main__":
             observations[t + 1], env_rewards[t], _, _, infos = envs.step(actions[t])
             states[t] = np.stack(infos["states"])
             if use_clip:
-                pool.put(states=states[t])
+                pool.put(states[t])
             valid[t] = ~infos.get("over", np.zeros(N, bool))  # with --terminate: before this step
             terminations[t] = infos.get("terminated", 0)
             if not valid[t].any():
                 break
-        run.check_finite(env_seeds, observations, env_rewards)
-        t1 = time.perf_counter()
-        success = infos.get("success")
-        if judge:
-            success = judge(states)
 
-        # 2. The rewards: that of (s, a, s') is that of the picture of s'
+        # 2. Take the rewards. The reward of (s, a, s') is CLIP's score of the picture of s'.
+        t1 = time.perf_counter()
         rewards = pool.take().reshape(T, N) if use_clip else env_rewards
+        t2 = time.perf_counter()
+        run.check_finite(
+            env_seeds, observation=observations, env_reward=env_rewards, reward=rewards
+        )
         columns = (observations[:-1], observations[1:], actions, rewards, terminations)
         buffer.add(*(column[valid] for column in columns))
         steps = int(valid.sum())
-        run.global_step += steps
+        run.step += steps
+        run.rollout += 1
         if learned:
-            scores = [*progress["scores"], float(rewards.mean())][-args.best_window :]
-            progress["scores"] = scores
-            if len(scores) == args.best_window:
-                run.keep_best(np.mean(scores), q_network=q_network)
+            scores.copy_(torch.cat([scores[1:], torch.tensor([rewards.mean()])]))
+            run.keep_best(scores.nanmean(), q_network=q_network)
 
         # 3. Learn
-        t2 = time.perf_counter()
+        t3 = time.perf_counter()
         if args.anneal_lr:
-            lr = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
+            lr = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.step)
             optimizer.param_groups[0]["lr"].fill_(lr)
         due = math.ceil(args.gradient_steps * steps / (T * N))
         losses = []
-        for _ in range(due if run.global_step >= args.learning_starts else 0):
+        for _ in range(due if run.step >= args.learning_starts else 0):
             losses.append(learn(buffer.sample(args.batch_size)))
-            progress["updates"] += 1
-            if progress["updates"] % args.target_network_frequency == 0:
+            updates += 1
+            if updates % args.target_network_frequency == 0:
                 with torch.no_grad():
                     torch._foreach_lerp_(target_params, params, args.tau)
         means = torch.stack(losses).mean(0).tolist() if losses else []  # waits for the GPU, once
+        t4 = time.perf_counter()
 
         # 4. Log
-        seconds = {"physics_s": t1 - t0, "wait_s": t2 - t1, "update_s": time.perf_counter() - t2}
-        more = dict(zip(("losses/td_loss", "losses/q_values"), means, strict=False))
-        more["charts/epsilon"] = epsilon if learned else 1.0
-        note = "random actions" * (not learned)
-        run.log(rewards, env_rewards, success, seconds, more, note)
+        success = judge(states) if judge else infos.get("success")
+        scalars = {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}
+        scalars["charts/epsilon"] = epsilon if learned else 1.0
+        if use_clip:
+            scalars["charts/clip_reward"] = rewards.mean()
+            scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
+        if success is not None:
+            scalars["charts/success_rate"] = np.mean(success)
+        scalars |= dict(zip(("losses/td_loss", "losses/q_values"), means, strict=False))
+        scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
+        if use_clip:
+            scalars |= {f"time/{name}": seconds for name, seconds in pool.timings.items()}
+            scalars["charts/worker_restarts"] = pool.restarts
+        run.log(scalars)
 
-        # 5. Keep
-        if run.due(args.video_freq):
+        # 5. Save
+        if run.due(args.video_freq, steps):
             film = states[:, 0][valid[:, 0]]  # the first environment's episode
-            fps = envs.metadata["render_fps"]
-            run.save_video(pool.render(film, size=600), fps)
-        run.keep()
+            run.video(pool.render(film, size=600), envs.metadata["render_fps"])
+        if run.due(args.checkpoint_freq, steps):
+            run.save(saved)
 
+    run.save(saved)  # also of a run that was stopped
     envs.close()
     run.close()

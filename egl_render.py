@@ -1,12 +1,10 @@
-"""Pictures: which GL draws them, their flags, states -> frames, the realistic scenes, videos.
+"""What a state looks like: GL, cameras, MuJoCo's pictures, the realistic scene, videos.
 
     import egl_render
     egl_render.setup_gl("cuda:0")                       # before mujoco is imported
     model = egl_render.textured_model(xml_path)         # sky, stone floor, pale metal body
     renderer = egl_render.MujocoRenderer(model, size=480, camera=egl_render.PAPER_CAMERA)
-    renderer.render(states, out)                        # [B, nq+nv] float64 -> [B, H, W, 3] uint8
-
-    renderer = egl_render.ClassicRenderer("MountainCar-v0", size=480, textured=True)  # no GL
+    renderer.render(states)                             # [B, nq+nv] float64 -> [B, H, W, 3] uint8
 
 mujoco reads MUJOCO_GL when it is imported, so this module imports it inside functions only.
 """
@@ -14,20 +12,21 @@ mujoco reads MUJOCO_GL when it is imported, so this module imports it inside fun
 import contextlib
 import ctypes.util
 import functools
-import importlib.util
+import importlib
 import math
-import operator
 import os
 import sys
-import typing
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Interval
+from pydantic.dataclasses import dataclass
+
+from clip_reward import UsageError
 
 if TYPE_CHECKING:
     import mujoco
@@ -35,56 +34,20 @@ if TYPE_CHECKING:
 
 SCENES = Path(__file__).resolve().parent / "scenes"
 INSTALL_GL = "apt-get update && apt-get install -y libegl1 libgl1-mesa-dri libgles2"
-
-# No window is ever opened here; pygame (Gymnasium's classic tasks) would look for a display and
-# complain about XDG_RUNTIME_DIR in every process.
-os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
-
-
-class UsageError(Exception):
-    """Something that the person at the terminal can mend; the message is one line."""
-
-
-Positive = Annotated[int, Interval(ge=1, lt=2**63)]
-Count = Annotated[int, Interval(ge=0, lt=2**63)]
-Share = Annotated[float, Interval(ge=0, le=1)]
-Size = Annotated[int, Interval(ge=16, le=8192)]  # of pictures in pixels
-LearningRate = Annotated[float, Interval(gt=0, le=1)]
-BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-
-
-def check_bounds(owner: type | Callable, values: dict) -> None:
-    """Raise UsageError, which names the flag, for one of `values` {name: value} that is outside the
-    bounds in its type, as declared in `owner`, a dataclass or a function. nan is in no bounds."""
-    for name, hint in typing.get_type_hints(owner, include_extras=True).items():
-        value = values.get(name)
-        if is_dataclass(value):
-            check_bounds(type(value), vars(value))
-        intervals = (x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Interval))
-        for interval in intervals:
-            for x in value if isinstance(value, tuple) else (value,):
-                for way, limit in asdict(interval).items():
-                    if None not in (x, limit) and not getattr(operator, way)(x, limit):
-                        flag = name.replace("_", "-")
-                        raise UsageError(f"--{flag} {x} is not {BOUNDS[way]} {limit}")
-
-
 _device = "cpu"  # the torch device that setup_gl bound this process to
 
 
 def setup_gl(device: object = "cpu") -> None:
-    """Have MuJoCo draw on a torch device, "cpu" or "cuda:i", before mujoco is imported, by
-    environment variables. A MUJOCO_GL that is set stays. MuJoCo orders EGL's devices as CUDA does,
-    CUDA_VISIBLE_DEVICES included."""
+    """Bind MuJoCo's drawing to a torch device, "cpu" or "cuda:i", by environment variables, before
+    mujoco is imported. A MUJOCO_GL that is set stays. mujoco.egl orders devices as CUDA does."""
     global _device
     _device = str(device)
-    # Mesa and triton (which torchvision pulls in) each bring an LLVM. Loading triton's second ends
-    # in a segmentation fault, loading it first does not.
+    # Mesa and triton (which torchvision imports) each bring an LLVM. Loading triton's second is a
+    # segmentation fault; loading it first is not.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton._C.libtriton")
-    # Mesa's own threads: handing a small picture to them costs more than they save, 64 px in light
-    # quality take 1.3 times the CPU time with two of them.
+    # Handing a small picture to Mesa's threads costs more than they save: 64 px in light quality
+    # take 1.3 times the CPU time with two of them.
     os.environ.setdefault("LP_NUM_THREADS", "0")
     if _device.startswith("cuda"):  # over what a worker inherits from its parent, on another GPU
         os.environ["MUJOCO_EGL_DEVICE_ID"] = _device.partition(":")[2] or "0"
@@ -96,84 +59,72 @@ def setup_gl(device: object = "cpu") -> None:
 
 @functools.cache
 def gl_renderer() -> str:
-    """What draws in this process, as OpenGL names it, e.g. "llvmpipe (LLVM 15.0.6, 256 bits)".
-    Warns of drawing in software when bound to a CUDA device. Raises UsageError, with the command
-    that installs it, where there is no OpenGL."""
+    """Return what draws in this process, as OpenGL names it: "llvmpipe (LLVM 15.0.6, 256 bits)".
+
+    Raises UsageError where there is no OpenGL, or none on the GPU this process is bound to."""
     try:
         import mujoco
         from OpenGL.GL import GL_RENDERER, glGetString
 
         try:
             context = mujoco.GLContext(16, 16)
-        except (ImportError, RuntimeError):  # EGL does not have the device, or cannot open it
-            os.environ.pop("MUJOCO_EGL_DEVICE_ID", None)
-            context = mujoco.GLContext(16, 16)
+        except (ImportError, RuntimeError):
+            if os.environ.pop("MUJOCO_EGL_DEVICE_ID", None) is None:
+                raise
+            context = mujoco.GLContext(
+                16, 16
+            )  # EGL lacks that device; only software may replace it
         context.make_current()
         name = glGetString(GL_RENDERER).decode()
         context.free()
     except Exception as error:  # by library and platform, there are many ways to have none
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UsageError(f"no OpenGL to draw with ({reason}); type: {INSTALL_GL}") from error
-    if _device != "cpu" and is_software(name):
-        print(
-            f"WARNING: no EGL device belongs to {_device}, {name} draws in software; is NVIDIA's "
-            "libEGL installed (in a container: NVIDIA_DRIVER_CAPABILITIES=all)?",
-            file=sys.stderr,
-        )
+    if _device != "cpu" and "MUJOCO_EGL_DEVICE_ID" not in os.environ and not is_software(name):
+        raise UsageError(f"EGL has no device for {_device}, and {name} is another one")
     return name
 
 
 def is_software(name: str) -> bool:
-    """True if `gl_renderer()`'s name is that of a renderer which runs on the CPU."""
+    """Return whether `gl_renderer()`'s name is that of a renderer which runs on the CPU."""
     return any(part in name.lower() for part in ("llvmpipe", "softpipe", "swrast", "software"))
 
 
 def quiet_mujoco() -> None:
-    """Drop MuJoCo's deprecation warnings about model files, which come once a process and into
-    MUJOCO_LOG.TXT; who trains on Gymnasium's cannot mend them. Others go to stderr."""
-    # glfw looks for its library with a Python process, which complains when this one is stopped
-    if (package := importlib.util.find_spec("glfw")) and package.origin:
-        library = Path(package.origin).with_name("x11") / "libglfw.so"
-        if library.exists():
-            os.environ.setdefault("PYGLFW_LIBRARY", str(library))
+    """Drop MuJoCo's deprecation warnings about model files: users cannot fix Gymnasium's files.
+    Other warnings go to stderr."""
     import mujoco
 
-    def warn(text):
-        if "deprecated" not in text:
-            print(f"MuJoCo: {text}", file=sys.stderr)
-
-    mujoco.set_mju_user_warning(warn)
+    mujoco.set_mju_user_warning(
+        lambda text: None if "deprecated" in text else print(f"MuJoCo: {text}", file=sys.stderr)
+    )
     warnings.filterwarnings("ignore", ".* is deprecated", UserWarning)  # MjSpec.compile's way
+
+
+Metres = Annotated[float, Interval(gt=-1e6, lt=1e6)]
 
 
 @dataclass
 class RenderArgs:
-    """Flags about what CLIP sees."""
+    """Flags of the pictures that CLIP sees."""
 
-    render_size: Size = 480
+    render_size: Annotated[int, Interval(ge=16, le=8192)] = 480
     """height and width of the frames in pixels"""
     render_quality: Literal["auto", "full", "light"] = "auto"
     """light: no shadows, no antialiasing; auto: full on a GPU, light in software"""
     textured: bool = True
-    """realistic sky, stone floor and sunlight, the humanoid of metal, MountainCar as a landscape of
-    rock, snow and clouds; or else Gymnasium's own look"""
-    camera: Literal["paper", "default"] = "paper"
-    """the paper's camera for the humanoid, or the task's own (always for other tasks)"""
+    """realistic sky, stone floor and sunlight, a humanoid of metal, MountainCar as a landscape;
+    otherwise Gymnasium's own look"""
     camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
-    """metres from the point looked at, instead of the chosen camera's"""
-    camera_azimuth: Annotated[tuple[float, ...], Interval(ge=-360, le=360)] = ()
-    """degrees around the vertical axis, instead of the chosen camera's; with several each state is
-    drawn from each, which costs as many times CLIP (see --view-reduction)"""
+    """metres from the point looked at. These four replace the values of the paper's camera (for
+    the humanoid) or the task's own"""
+    camera_azimuth: tuple[Annotated[float, Interval(ge=-360, le=360)], ...] = ()
+    """degrees around the vertical axis; several draw each state from each (their rewards' mean
+    counts), which costs as many times CLIP"""
     camera_elevation: Annotated[float | None, Interval(ge=-360, le=360)] = None
-    """degrees, negative looks down, instead of the chosen camera's"""
-    camera_lookat: Annotated[tuple[float, float, float] | None, Interval(gt=-1e6, lt=1e6)] = None
-    """point looked at in metres (x and y follow a tracked body), instead of the chosen camera's"""
-    camera_track: bool = True
-    """follow a robot that can leave the picture; or else the camera stays where it begins"""
-
-    def __post_init__(self):
-        given = () if self.camera_azimuth is None else self.camera_azimuth  # one number or none,
-        self.camera_azimuth = tuple(np.ravel(given).tolist())  # as older runs have it, or a list
+    """degrees, negative looks down"""
+    camera_lookat: tuple[Metres, Metres, Metres] | None = None
+    """point looked at in metres; x and y follow a robot that can leave the picture"""
 
     @property
     def views(self) -> int:
@@ -181,7 +132,7 @@ class RenderArgs:
         return max(1, len(self.camera_azimuth))
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class Camera:
     """Where the picture is taken from. Angles in degrees, lengths in metres, as in MuJoCo's
     mjvCamera. `track_body` >= 0: lookat's x and y are those of that body, its z stays."""
@@ -200,8 +151,8 @@ CAMERA_VALUES = ("distance", "azimuth", "elevation", "lookat")
 
 
 def env_camera(env: Any) -> Camera:
-    """The `Camera` of a Gymnasium MuJoCo environment's own `render()`. Where a task names none that
-    looks at the geoms' median in its first picture; here in qpos0, the same in every worker."""
+    """Return the `Camera` of a Gymnasium MuJoCo environment's own `render()`. A task that names no
+    lookat looks at the median of its geoms in its first picture; here in qpos0, for all alike."""
     import mujoco
 
     env = env.unwrapped
@@ -218,22 +169,21 @@ def env_camera(env: Any) -> Camera:
 
 
 def choose_camera(args: RenderArgs, env: Any) -> Camera | list[Camera]:
-    """The `Camera` that `args`, a `RenderArgs`, ask for in a Gymnasium MuJoCo environment; with
-    several azimuths a list of them. Tracked is the body of the first joint, if that is free or
-    slides without limits: a robot's that can leave the picture, but not a cart's on a rail or a
-    pushed puck's."""
+    """Return the `Camera` that the flags ask for in a Gymnasium MuJoCo environment, with several
+    azimuths a list. It tracks the body of the first joint if that is free or slides without limits:
+    a robot that can leave the picture, but not a cart on a rail or a pushed puck."""
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint
     humanoid = env.spec is not None and env.spec.id.startswith("Humanoid")
-    camera = PAPER_CAMERA if humanoid and args.camera == "paper" else env_camera(env)
+    camera = PAPER_CAMERA if humanoid else env_camera(env)
     values = {name: getattr(args, f"camera_{name}") for name in CAMERA_VALUES}
     given = {name: value for name, value in values.items() if value not in (None, ())}
     if camera.fixed_id >= 0 and not given:
         return camera  # of the model's own, which has its own way to track
     slides = (model.jnt_type == joint.mjJNT_SLIDE) & (model.jnt_limited == 0)
     endless = slides | (model.jnt_type == joint.mjJNT_FREE)
-    tracked = int(model.jnt_bodyid[0]) if args.camera_track and endless[:1].any() else -1
+    tracked = int(model.jnt_bodyid[0]) if endless[:1].any() else -1
     azimuths = given.pop("azimuth", [camera.azimuth])
     camera = replace(camera, **given, track_body=tracked, fixed_id=-1)
     cameras = [replace(camera, azimuth=azimuth) for azimuth in azimuths]
@@ -247,14 +197,6 @@ def choose_camera(args: RenderArgs, env: Any) -> Camera | list[Camera]:
 # costs 3.7 ms a frame and this one 0.9, and the rewards are the same.
 SLICES, STACKS = 14, 8  # facets around and along a capsule or sphere (MuJoCo: 28, 16)
 FLOOR_CELLS = 20  # squares along a plane's side (MuJoCo: up to 200)
-
-
-def _check_batch(states, out, state_size, frame_shape):
-    """States as [B, S] float64 and room for their frames, [B, H, W, 3] uint8."""
-    states = np.asarray(states, dtype=np.float64)
-    if states.ndim != 2 or states.shape[1] != state_size:
-        raise ValueError(f"states must be [B, {state_size}], not {states.shape}")
-    return states, np.empty((len(states), *frame_shape), np.uint8) if out is None else out
 
 
 def _coarse_sizes(model):
@@ -277,7 +219,7 @@ def _coarse_sizes(model):
 
 
 class MujocoRenderer:
-    """Draws MuJoCo states without stepping; what it draws is what `env.render()` draws.
+    """Draw MuJoCo states without stepping, as `env.render()` draws them.
 
     Args:
         model: compiled mujoco.MjModel; "light" changes its visual quality in place.
@@ -286,7 +228,7 @@ class MujocoRenderer:
             where it would be [H, W, 3]. See `choose_camera`, `env_camera` and `PAPER_CAMERA`.
         quality: "full" is the model's own (MuJoCo's default: 4096 px shadow map, 4 samples a
             pixel). "light" has neither and fewer facets. "auto": light in software.
-    Raises UsageError where there is no OpenGL.
+    Raises UsageError as `gl_renderer`, or for software on a CUDA device unless quality is "light".
     """
 
     def __init__(
@@ -301,6 +243,11 @@ class MujocoRenderer:
         if quality not in ("auto", "full", "light"):
             raise ValueError(f"quality must be auto, full or light, not {quality!r}")
         name = gl_renderer()
+        if _device != "cpu" and is_software(name) and quality != "light":
+            raise UsageError(
+                f"{name} draws in software instead of {_device}: install NVIDIA's libEGL (in a "
+                "container: NVIDIA_DRIVER_CAPABILITIES=all), or use --render-quality light"
+            )
         light = quality == "light" or (quality == "auto" and is_software(name))
         self.description = f"{name}, {'light' if light else 'full'} quality"
         several = [len(camera)] if isinstance(camera, list) else []
@@ -346,7 +293,10 @@ class MujocoRenderer:
         import mujoco
 
         model, data = self.model, self.data
-        states, out = _check_batch(states, out, model.nq + model.nv, self.frame_shape)
+        states = np.asarray(states, np.float64)
+        if states.ndim != 2 or states.shape[1] != model.nq + model.nv:
+            raise ValueError(f"states must be [B, {model.nq + model.nv}], not {states.shape}")
+        out = np.empty((len(states), *self.frame_shape), np.uint8) if out is None else out
         for state, frame in zip(states, out, strict=True):
             data.qpos, data.qvel = np.split(state, [model.nq])
             # the part of mj_forward that a picture shows: positions, cameras, lights, tendons
@@ -379,10 +329,10 @@ class MujocoRenderer:
 # ------------------------------------------------------------------------------ realistic scene
 
 
-@dataclass(frozen=True)
-class Look:
+@plain_dataclass(frozen=True)
+class Scene:
     """A textured scene: the canonical one, unless scenes/paint.py varies it. Colours are RGB, 0 to
-    1; angles degrees; pictures [H, W, 3] uint8."""
+    1; angles in degrees; pictures [H, W, 3] uint8."""
 
     sky: np.ndarray = field(default_factory=lambda: load_picture("sky"))  # six faces, from the top
     stone: np.ndarray = field(default_factory=lambda: load_picture("stone"))  # the floor, a tile
@@ -398,21 +348,21 @@ class Look:
 
 
 def load_picture(name: str) -> np.ndarray:
-    """[H, W, 3 or 4] uint8: the picture `name`.png of scenes/."""
+    """Load scenes/`name`.png as [H, W, 3 or 4] uint8."""
     from PIL import Image
 
     with Image.open(SCENES / f"{name}.png") as picture:
         return np.asarray(picture)
 
 
-def textured_model(xml_path: str | Path, look: Look | None = None) -> "mujoco.MjModel":
-    """The MuJoCo model at `xml_path` with the sky, floor and light of a `Look`, None is the
-    canonical one. The humanoid becomes a robot of metal; other bodies keep their own looks. Returns
-    a compiled mujoco.MjModel whose physics are the file's bit for bit."""
+def textured_model(xml_path: str | Path, look: Scene | None = None) -> "mujoco.MjModel":
+    """Compile the MuJoCo model at `xml_path` with the sky, floor and light of a `Scene`. The
+    humanoid becomes a robot of metal; other bodies keep their own look. Physics do not change by a
+    bit."""
     import mujoco
 
     quiet_mujoco()
-    look = look or Look()
+    look = look or Scene()
     spec = mujoco.MjSpec.from_file(str(xml_path))
     kinds = mujoco.mjtTexture
     skies = [texture for texture in spec.textures if texture.type == kinds.mjTEXTURE_SKYBOX]
@@ -482,154 +432,23 @@ def _make_metal(spec, dark):
                 )
 
 
-# ------------------------------------------------------------------------------ classic control
-
-CLASSIC_STATE_SIZES = {"CartPole-v1": 4, "MountainCar-v0": 2, "MountainCarContinuous-v0": 2}
-MOUNTAIN_GOALS = {"MountainCar-v0": 0.5, "MountainCarContinuous-v0": 0.45}  # x of the flag
-SCALE = 600 / (0.6 + 1.2)  # pixels per unit of x in Gymnasium's MountainCar
-CAR_HEIGHT = 30  # pixels of a native frame, with the wheels
-CAR_SUPERSAMPLING = 4  # scenes/car.png is so many times as large
-
-
-def hill(x: Any) -> Any:
-    """Height of MountainCar's hill, as Gymnasium has it."""
-    return np.sin(3 * x) * 0.45 + 0.55
-
-
-class ClassicRenderer:
-    """Draws CartPole and MountainCar states without stepping; needs no display and no OpenGL.
-
-    Plain frames of the native size are those of Gymnasium's own `env.render()`, pixel for pixel.
-    That paints everything anew and copies it twice, 1.8 to 2.8 ms a frame; here what never moves
-    is painted once.
-
-    Args:
-        env_id: one of CLASSIC_STATE_SIZES.
-        size: None for Gymnasium's 400 x 600 pixels; else height and width of the frames: the native
-            picture in the middle of a square (CLIP's own crop would cut off the goal), scaled.
-        textured: the mountain as a landscape instead of a line (MountainCar only).
-        scene: another landscape than the canonical one: [600, 600, 3] uint8, see scenes/paint.py.
-    Raises ValueError: unknown env_id, or a texture for CartPole.
-    """
-
-    def __init__(
-        self,
-        env_id: str,
-        size: int | None = None,
-        textured: bool = False,
-        scene: np.ndarray | None = None,
-    ) -> None:
-        import pygame
-        import pygame.gfxdraw
-
-        if env_id not in CLASSIC_STATE_SIZES:
-            raise ValueError(f"{env_id} is not one of {', '.join(CLASSIC_STATE_SIZES)}")
-        if textured and env_id == "CartPole-v1":
-            raise ValueError("CartPole-v1 has no textured scene")
-        self._pygame, self._state_size = pygame, CLASSIC_STATE_SIZES[env_id]
-        self._size, self._goal = size, MOUNTAIN_GOALS.get(env_id)
-        self.frame_shape = (400, 600, 3) if size is None else (size, size, 3)
-        # Gymnasium draws with y upwards and flips the picture at the end; so do plain frames here
-        self._flip = not textured
-        self._canvas = pygame.Surface((600, 600), depth=32)
-        self._native = self._canvas.subsurface((0, 100, 600, 400))
-        self._canvas.fill((255, 255, 255))
-        if textured:
-            scene = load_picture(f"mountain_{self._goal}") if scene is None else scene
-            self._canvas.blit(pygame.image.frombytes(scene.tobytes(), (600, 600), "RGB"), (0, 0))
-            self._sprite = pygame.image.load(SCENES / "car.png")
-            self._draw = self._draw_textured_car
-        elif env_id == "CartPole-v1":
-            self._draw = self._draw_cart
-        else:
-            x = np.linspace(-1.2, 0.6, 100)
-            points = list(zip((x + 1.2) * SCALE, hill(x) * SCALE))
-            pygame.draw.aalines(self._native, (0, 0, 0), False, points)
-            self._draw = self._draw_plain_car
-        self._background = self._canvas.copy()
-
-    def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """As `MujocoRenderer.render`; states [B, S] are CartPole's (x, velocity, angle, angular
-        velocity) or MountainCar's (x, velocity)."""
-        states, out = _check_batch(states, out, self._state_size, self.frame_shape)
-        transform, drawn = self._pygame.transform, self._native
-        for state, frame in zip(states, out, strict=True):
-            self._canvas.blit(self._background, (0, 0))
-            self._draw(state)
-            if self._size is not None:
-                drawn = transform.smoothscale(self._canvas, (self._size, self._size))
-            pixels = self._pygame.image.tobytes(drawn, "RGB", self._flip)
-            frame[:] = np.frombuffer(pixels, np.uint8).reshape(self.frame_shape)
-        return out
-
-    def close(self) -> None:
-        """Nothing to free but memory."""
-
-    def _turned(self, points, angle, x, y):
-        """Points turned by `angle` (rad) about the origin and then moved to (x, y)."""
-        turned = [self._pygame.math.Vector2(point).rotate_rad(angle) for point in points]
-        return [(point[0] + x, point[1] + y) for point in turned]
-
-    def _polygon(self, points, color):
-        self._pygame.gfxdraw.aapolygon(self._native, points, color)
-        self._pygame.gfxdraw.filled_polygon(self._native, points, color)
-
-    def _circle(self, x, y, radius, color):
-        self._pygame.gfxdraw.aacircle(self._native, int(x), int(y), radius, color)
-        self._pygame.gfxdraw.filled_circle(self._native, int(x), int(y), radius, color)
-
-    def _draw_cart(self, state):
-        x, angle = state[0] * 600 / 4.8 + 300, state[2]
-        pole = (-5, -5), (-5, 120), (5, 120), (5, -5)
-        self._polygon([(x - 25, 85), (x - 25, 115), (x + 25, 115), (x + 25, 85)], (0, 0, 0))
-        self._polygon(self._turned(pole, -angle, x, 107.5), (202, 152, 101))
-        self._circle(x, 107.5, 5, (129, 132, 203))
-        # the track runs in front of the cart
-        self._pygame.gfxdraw.hline(self._native, 0, 600, 100, (0, 0, 0))
-
-    def _draw_plain_car(self, state):
-        x, y = (state[0] + 1.2) * SCALE, 10 + hill(state[0]) * SCALE
-        angle = math.cos(3 * state[0])
-        body = (-20, 0), (-20, 20), (20, 20), (20, 0)
-        self._polygon(self._turned(body, angle, x, y), (0, 0, 0))
-        for wheel in self._turned(((10, 0), (-10, 0)), angle, x, y):
-            self._circle(*wheel, 8, (128, 128, 128))
-        # the flag stands in front of the car
-        x, y = int((self._goal + 1.2) * SCALE), int(hill(self._goal) * SCALE)
-        self._pygame.gfxdraw.vline(self._native, x, y, y + 50, (0, 0, 0))
-        self._polygon([(x, y + 50), (x, y + 40), (x + 25, y + 45)], (204, 204, 0))
-
-    def _draw_textured_car(self, state):
-        slope = math.atan(1.35 * math.cos(3 * state[0]))  # of hill()
-        zoom, angle = 1 / CAR_SUPERSAMPLING, math.degrees(slope)
-        sprite = self._pygame.transform.rotozoom(self._sprite, angle, zoom)
-        # the sprite's centre is CAR_HEIGHT / 2 above the ground, at right angles to the slope
-        x = (state[0] + 1.2) * SCALE - math.sin(slope) * CAR_HEIGHT / 2
-        y = 400 - hill(state[0]) * SCALE - math.cos(slope) * CAR_HEIGHT / 2
-        self._native.blit(sprite, sprite.get_rect(center=(round(x), round(y))))
-
-
 def write_video(path: str | Path, frames: np.ndarray, fps: float) -> None:
-    """Write frames [T, H, W, 3] uint8 as H.264 mp4, renamed into place when it is whole. Odd
-    heights and widths lose a line: the codec wants even ones."""
+    """Write frames [T, H, W, 3] uint8 as H.264 mp4, renamed into place when it is whole. The codec
+    wants even heights and widths: odd ones lose a line."""
     import imageio.v2 as imageio
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     even = frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]
-    partial = path.with_name("." + path.name)
-    options: dict = {"format": "FFMPEG", "fps": fps, "macro_block_size": 2, "quality": 8}
-    options["ffmpeg_log_level"] = "quiet"  # the exception says it
-    try:
-        imageio.mimwrite(partial, list(even), **options)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    partial = path.with_name(".partial.mp4")
+    options: dict = {"fps": fps, "macro_block_size": 2, "quality": 8, "ffmpeg_log_level": "quiet"}
+    imageio.mimwrite(partial, list(even), format="FFMPEG", **options)
+    partial.replace(path)
 
 
 def add_video(writer: "SummaryWriter", tag: str, frames: np.ndarray, step: int, fps: float) -> None:
-    """Put frames [T, H, W, 3] uint8 into a TensorBoard event file as an animated picture: add_video
-    drops a video without a word when it does not like the installed moviepy."""
+    """Write frames [T, H, W, 3] uint8 to a TensorBoard event file as an animated GIF. torch's
+    add_video silently drops a video when it does not like the installed moviepy."""
     import imageio.v2 as imageio
     from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -1,14 +1,11 @@
-"""SAC from a sentence: the reward of a step is how well CLIP finds its picture to fit the words.
-(VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905.) The whole experiment is in this file.
+"""SAC from a sentence: the reward of a step is CLIP's score of its picture against a prompt
+(VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905). Environments, networks, replay buffer, updates,
+the loop and the names of all scalars are in this file.
 
-One GPU, the paper's setting (ViT-bigG-14, 10 million steps):
+The paper's setting, ViT-bigG-14 and 10 million steps, on every GPU of this machine (some of them:
+--reward-devices cuda:0 cuda:1; all GPUs of a Ray cluster: --reward-devices ray):
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
-
-Several GPUs, a process each (instead of their names `ray`: all GPUs of a Ray cluster, see README):
-
-    python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \\
-        --reward-devices cuda:0 cuda:1 cuda:2 cuda:3
 
 Offline on a laptop, with the small CLIP that comes with the project:
 
@@ -17,11 +14,11 @@ Offline on a laptop, with the small CLIP that comes with the project:
         --num-envs 8 --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 \\
         --batch-size 128 --gamma 0.97 --entropy-coef 0.05 --normalize-observations --layer-norm
 
-Another task (any of Gymnasium's with continuous actions, MODULE:NAME of your own included):
+Another Gymnasium task with continuous actions (MODULE:NAME for one of your own):
 
     python sac_clip_humanoid.py --env-id Ant-v5 --target-prompt "a four-legged robot on its back"
 
-The environment's own reward instead, as a baseline (nothing is drawn):
+The environment's own reward, as a baseline (nothing is drawn):
 
     python sac_clip_humanoid.py --reward ground-truth --video-freq 0
 """
@@ -29,10 +26,11 @@ The environment's own reward instead, as a baseline (nothing is drawn):
 import functools
 import math
 import multiprocessing
+import os
 import signal
 import time
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+import traceback
+from typing import Annotated
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
@@ -47,132 +45,131 @@ import torch.nn as nn
 import torch.nn.functional as F
 from annotated_types import Interval
 from PIL import Image
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 import egl_render
-from egl_render import Count, LearningRate, Positive, UsageError
-from environments import classic, vector
-from training.flags import RunArgs, parse_args
-from training.run import Rings, Run, compile_update, load_judge, make_pool, seed_everything
+from clip_reward import UsageError
+from environments import classic, judges
+from training.run import Run, RunArgs, parse_args, say
+from training.workers import Pool, stop_signals_blocked
+
+LearningRate = Annotated[float, Interval(gt=0, le=1)]
 
 
 @dataclass
 class Args(RunArgs):
-    reward: clip_reward.RewardArgs = field(default_factory=clip_reward.RewardArgs)
-    render: egl_render.RenderArgs = field(default_factory=egl_render.RenderArgs)
-
     env_id: str = "Humanoid-v5"
-    """any Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers
-    it. MuJoCo tasks are drawn from their states, others by their own render()"""
-    total_timesteps: Positive = 10_000_000
-    """environment steps in all, rounded up to whole rollouts"""
-    num_envs: Positive = 32
-    """environments stepped in parallel, one process each (Humanoid-v5 and MountainCarContinuous:
-    in this one)"""
-    episode_length: Positive = 100
-    """steps of every episode; no episode ends earlier, and a rollout is one episode of each"""
-    buffer_size: Positive = 1_000_000
+    """Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers it.
+    MuJoCo tasks are drawn from their states, others by their own render()"""
+    total_timesteps: PositiveInt = 10_000_000
+    """environment steps, rounded up to whole rollouts"""
+    num_envs: PositiveInt = 32
+    """parallel environments, one process each (Humanoid-v5, MountainCarContinuous: in this one)"""
+    episode_length: PositiveInt = 100
+    """steps of every episode, none ends earlier; a rollout is one episode of each environment"""
+    buffer_size: PositiveInt = 1_000_000
     """transitions in the replay buffer, rounded down to whole rollouts"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.95
     """discount factor"""
-    n_step: Positive = 1
-    """rewards that a target sums before it bootstraps; with 3 they get to earlier states in a third
-    of the updates (Sutton and Barto 2018, chapter 7; not in the paper). Entropy counts in every
-    nth step only"""
+    n_step: PositiveInt = 1
+    """n-step returns: rewards that a target sums before it bootstraps (Sutton and Barto 2018,
+    chapter 7; not in the paper). Entropy counts in every nth step only"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
-    """share of the critics that moves into the target critics at each update"""
-    batch_size: Positive = 512
+    """target smoothing coefficient, per update"""
+    batch_size: PositiveInt = 512
     """transitions per update"""
-    learning_starts: Count = 50_000
+    learning_starts: NonNegativeInt = 50_000
     """steps of random actions before the first update"""
-    random_repeat: Positive = 1
-    """steps for which each random action is held: with a new one every step a car never leaves its
-    valley, with one for 25 steps every fifth episode gets to the top (not in the paper)"""
-    gradient_steps: Positive = 100
+    gradient_steps: PositiveInt = 100
     """updates after each rollout (num_envs * episode_length steps)"""
     policy_lr: LearningRate = 6e-4
     """learning rate of the actor"""
     q_lr: LearningRate = 6e-4
     """learning rate of the critics and of the entropy coefficient"""
-    hidden_size: Positive = 256
+    hidden_size: PositiveInt = 256
     """width of the two hidden layers of actor and critics"""
     layer_norm: bool = False
-    """normalise the critics' hidden layers, as DroQ and SimBa do: their values stay sane when there
-    are many updates per step (not in the paper)"""
+    """layer norm in the critics, as in DroQ and SimBa: their values stay sane with many updates per
+    step (not in the paper)"""
     normalize_observations: bool = False
-    """bring every observation to mean 0 and standard deviation 1 over all so far, as SimBa does:
-    Humanoid-v5's contact forces reach 5000 where its joint angles reach 3 (not in the paper)"""
+    """normalise observations by their running mean and standard deviation, as in SimBa: the contact
+    forces of Humanoid-v5 reach 5000 where its joint angles reach 3 (not in the paper)"""
     autotune: bool = True
     """tune the entropy coefficient to a policy entropy of -dim(actions)"""
     entropy_coef: Annotated[float, Interval(ge=0, lt=1e6)] = 1.0
-    """the entropy coefficient, with --autotune only where it starts"""
+    """entropy coefficient; with --autotune its first value"""
 
     def __post_init__(self):
-        given = self.reward.baseline_prompt or self.reward.baseline_image
-        if not given and self.env_id.startswith("Humanoid"):
+        if not self.reward.baseline_prompt and self.env_id.startswith("Humanoid"):
             self.reward.baseline_prompt = ("a humanoid robot",)
 
 
-def check_args(args: Args) -> None:
-    """Raise UsageError, one line that says what to type instead, before anything slow starts."""
-    args.check()
-    if args.autotune and args.entropy_coef == 0:
-        raise UsageError("--entropy-coef 0.0 cannot be tuned (see --no-autotune)")
-    if args.n_step > args.episode_length:
-        raise UsageError(f"--n-step {args.n_step} is beyond --episode-length {args.episode_length}")
-    scene, observation_dim, action_dim = check_env(args.env_id)
-    for flag, given in ("judge", args.judge), ("camera-azimuth", args.render.camera_azimuth):
-        if scene == "frames" and given:
-            raise UsageError(f"--{flag} {given} wants states; {args.env_id} is drawn by render()")
-    args.check_memory(observation_dim + action_dim + 1)
-    args.reward.check(frames=args.total_timesteps * args.render.views)
+MOUNTAIN_CAR = "MountainCarContinuous-v0"
 
 
-MOUNTAIN_CAR = "MountainCarContinuous-v0"  # a goal that absorbs, and steps of microseconds
+def state_of(env):
+    """Return what the task is drawn from, [S] float64, or None if only by its own render()."""
+    task = env.unwrapped
+    if hasattr(task, "data"):  # MuJoCo's
+        return np.concatenate([task.data.qpos, task.data.qvel])
+    return np.array(task.state, np.float64) if task.spec.id == MOUNTAIN_CAR else None
 
 
 @functools.cache  # it makes an environment
-def check_env(env_id: str) -> tuple[Literal["states", "frames"], int, int]:
-    """What a task is drawn from: its states (MuJoCo, MountainCar), or else by its `render()`; how
-    many numbers an observation and an action have.
-
-    Raises:
-        UsageError: no such task, or not one that SAC can learn.
-    """
+def describe_env(env_id: str):
+    """Return the first state of a task, as `state_of`. Raises UsageError for one that does not
+    exist or that SAC cannot learn."""
     egl_render.quiet_mujoco()
     try:
         env = gym.make(env_id)
-    except (gym.error.Error, ImportError, ValueError) as error:  # with the nearest names
+    except (gym.error.Error, ImportError, ValueError, RuntimeError) as error:
         raise UsageError(f"--env-id {env_id}: {' '.join(str(error).split())}") from error
     actions = env.action_space
-    if isinstance(actions, gym.spaces.Discrete):
-        raise UsageError(f"--env-id {env_id} has discrete actions; use dqn_clip_classic.py")
     if not isinstance(actions, gym.spaces.Box) or not actions.is_bounded():
-        raise UsageError(f"--env-id {env_id}: SAC needs bounded continuous actions, not {actions}")
-    has_state = hasattr(env.unwrapped, "data") or env_id == MOUNTAIN_CAR
-    sizes = gym.spaces.flatdim(env.observation_space), math.prod(actions.shape)
-    return "states" if has_state else "frames", *sizes
+        other = "; use dqn_clip_classic.py" if isinstance(actions, gym.spaces.Discrete) else ""
+        need = f"SAC needs bounded continuous actions, not {actions}"
+        raise UsageError(f"--env-id {env_id}: {need}{other}")
+    env.reset(seed=0)
+    return state_of(env)
 
 
-class SceneInInfo(gym.Wrapper):
-    """Episodes that never end by themselves, and an `info` with nothing but what a picture needs,
-    "states" or else "frames", and "success" where the task has a rule of its own.
+def check_args(args: Args) -> None:
+    """Raise UsageError, one line that says what is wrong, before anything slow starts."""
+    rollout, no_state = args.num_envs * args.episode_length, describe_env(args.env_id) is None
+    no_camera = no_state or args.env_id == MOUNTAIN_CAR
+    late = args.learning_starts > max(rollout, args.total_timesteps)
+    problems = {
+        "--entropy-coef 0 needs --no-autotune": args.autotune and not args.entropy_coef,
+        f"--n-step {args.n_step} is longer than an episode": args.n_step > args.episode_length,
+        f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
+        f"--learning-starts {args.learning_starts} is never reached": late,
+        f"--judge: {args.env_id} has no states to judge": args.judge and no_state,
+        f"--camera-azimuth: {args.env_id} has none": args.render.camera_azimuth and no_camera,
+    }
+    for problem in filter(problems.get, problems):
+        raise UsageError(problem)
+    args.reward.check()
 
-    An early end would tell the agent about the task (section 4.1 of the paper). `info` is pickled
-    through a pipe at every step: the humanoid's state makes that 533 bytes a step.
-    """
+
+class EndlessEpisodes(gym.Wrapper):
+    """Episodes that never end by themselves: an early end would tell the agent about the task
+    (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
+    needs, "states" or "frames", and "success" where the task has a rule of its own."""
 
     def __init__(self, env, frame_size):
         super().__init__(env)
         self.frame_size = frame_size
 
     def step(self, action):
-        observation, reward, _, _, info = self.env.step(action)
+        try:
+            observation, reward, _, _, info = self.env.step(action)
+        except Exception:  # Gymnasium waits forever for one that cannot be pickled
+            raise RuntimeError(f"the environment failed:\n{traceback.format_exc()}") from None
         info = {key: info[key] for key in info if key == "success"}
-        task = self.unwrapped
-        if hasattr(task, "data"):  # MuJoCo's
-            info["states"] = np.concatenate([task.data.qpos, task.data.qvel])
-        elif task.spec.id == MOUNTAIN_CAR:
-            info["states"] = np.array(task.state, np.float64)
+        state = state_of(self)
+        if state is not None:
+            info["states"] = state
         elif self.render_mode:
             image = Image.fromarray(self.env.render())
             image.thumbnail((self.frame_size, self.frame_size))  # never enlarges
@@ -181,9 +178,9 @@ class SceneInInfo(gym.Wrapper):
 
 
 def make_env(args: Args):
-    """A function that makes one environment."""
+    """Return a function that makes one environment."""
     drawn = args.reward.reward == "clip" or args.video_freq
-    frames = drawn and check_env(args.env_id)[0] == "frames"
+    frames = drawn and describe_env(args.env_id) is None
 
     def thunk():
         egl_render.quiet_mujoco()
@@ -197,20 +194,40 @@ def make_env(args: Args):
         except TypeError:  # a task without health
             env = gym.make(args.env_id, **kwargs)
         if args.env_id == MOUNTAIN_CAR:
-            env = classic.AbsorbingGoal(env)
+            env = classic.MountainCarTask(env)
         if len(env.observation_space.shape or ()) != 1:  # pictures, or a Dict of several
             env = gym.wrappers.FlattenObservation(env)
-        return SceneInInfo(env, args.render.render_size)
+        return EndlessEpisodes(env, args.render.render_size)
 
     return thunk
 
 
-def make_renderer(args: Args, size: int | None = None):
-    """What draws states; called in every reward worker, after it was bound to its GPU."""
+def make_vector_env(args: Args):
+    """Return the environments as one Gymnasium vector environment that never resets itself."""
+    modes = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
+    if args.env_id == "Humanoid-v5":
+        from environments.humanoid import HumanoidVectorEnv
+
+        return HumanoidVectorEnv(args.num_envs)  # the same to the bit, and 2.5 times as fast
+    if args.num_envs == 1 or args.env_id == MOUNTAIN_CAR:
+        return gym.vector.SyncVectorEnv([make_env(args)] * args.num_envs, **modes)
+    # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
+    multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
+    with stop_signals_blocked():
+        envs = [make_env(args)] * args.num_envs
+        envs = gym.vector.AsyncVectorEnv(envs, context="forkserver", copy=False, **modes)
+    envs.reset_wait = functools.partial(envs.reset_wait, timeout=args.reward.worker_timeout)
+    envs.step_wait = functools.partial(envs.step_wait, timeout=args.reward.worker_timeout)
+    return envs
+
+
+def make_renderer(args: Args, device="cpu", size: int | None = None):
+    """Make what draws states; called in every reward worker."""
+    egl_render.setup_gl(device)  # before mujoco is imported
     egl_render.quiet_mujoco()
     size = size or args.render.render_size
     if args.env_id == MOUNTAIN_CAR:
-        return egl_render.ClassicRenderer(args.env_id, size, args.render.textured)
+        return classic.ClassicRenderer(args.env_id, size, args.render.textured)
     env = gym.make(args.env_id).unwrapped
     model = egl_render.textured_model(env.fullpath) if args.render.textured else env.model
     camera = egl_render.choose_camera(args.render, env)
@@ -309,7 +326,7 @@ class Actor(nn.Module):
         return self.to_env(torch.tanh(mean))
 
 
-class ReplayBuffer(Rings):
+class ReplayBuffer:
     """A ring of whole rollouts, float32. Fixed-length episodes have no reset inside, so the next
     observation is the following row: T + 1 rows for T steps, half the memory of storing both."""
 
@@ -322,7 +339,18 @@ class ReplayBuffer(Rings):
 
     def add(self, *rollout):
         """One rollout: observations [T+1, N, O], actions [T, N, A], rewards [T, N]."""
-        super().add(*(torch.as_tensor(values)[None] for values in rollout))
+        for ring, values in zip(self.rings, rollout, strict=True):
+            ring[self.count % len(ring)] = torch.as_tensor(values).to(ring)
+        self.count += 1
+
+    def state_dict(self):
+        # torch.save writes all that lies behind a slice, hence the copies
+        return {"count": self.count, "rings": [ring[: self.count].clone() for ring in self.rings]}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        for ring, filled in zip(self.rings, state["rings"], strict=True):
+            ring[: len(filled)] = filled
 
     def sample(self, batch_size):
         """-> observations [B, O], those n steps later [B, O], actions [B, A], and what the rewards
@@ -415,101 +443,128 @@ def update(batch, learner, args: Args):
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
-    scene, observation_dim, action_dim = check_env(args.env_id)
-    use_clip = args.reward.reward == "clip"
-    judge = load_judge(args)
-    T, N = args.episode_length, args.num_envs
-    device = seed_everything(args)
-    # The reward workers start in the background, and load CLIP while the environments are made.
+    T, N, use_clip = args.episode_length, args.num_envs, args.reward.reward == "clip"
+    state = describe_env(args.env_id)
+    scene = "frames" if state is None else "states"  # in `infos`: what pictures are drawn from
+    judge = judges.episode_judge(args.judge, args.env_id, args.reward.target_prompt, state)
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms want it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would touch the whole buffer
+    torch.set_flush_denormal(True)  # Adam's averages of dead units would slow a CPU a hundredfold
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    # The reward workers load CLIP while the environments are made.
     draw = functools.partial(make_renderer, args) if scene == "states" else None
-    pool = make_pool(args, draw)
+    score = functools.partial(clip_reward.make_clip_reward, args.reward) if use_clip else None
+    devices = args.reward.devices() if use_clip else args.reward.devices()[:1]
+    chunk = max(1, args.reward.clip_batch_size // args.render.views)  # states
+    drawn = use_clip or (draw and args.video_freq)
+    pool = Pool(draw, score, devices if drawn else [], chunk, args.reward.worker_timeout)
+    envs = make_vector_env(args)
+    say(*pool.wait_ready())
     run = Run(args)
 
-    if args.env_id == "Humanoid-v5":
-        from environments.humanoid import HumanoidVectorEnv
-
-        envs = HumanoidVectorEnv(N)  # the same to the bit, and 2.5 times as fast
-    elif N == 1 or args.env_id == MOUNTAIN_CAR:
-        envs = vector.in_this_process(make_env(args), N)
-    else:
-        envs = vector.in_processes(make_env(args), N, timeout=args.reward.worker_timeout)
-
     # Networks and optimisers. The entropy is that of actions in [-1, 1], whatever their units are.
+    observation_dim = envs.single_observation_space.shape[0]
+    action_dim = math.prod(envs.single_action_space.shape)
     learner = make_learner(args, observation_dim, envs.single_action_space, device)
     actor = learner["actor"]
     learn = functools.partial(update, learner=learner, args=args)
     if args.compile:
-        learn = compile_update(learn, device)
+        learn = torch.compile(learn, dynamic=False)
+        if device.type == "cuda":  # all kernels as one CUDA graph
+            from tensordict.nn import CudaGraphModule
 
-    rollouts = min(args.buffer_size, args.total_timesteps + T * N - 1) // (T * N)
+            learn = CudaGraphModule(learn, warmup=5)
+    rollouts = min(args.buffer_size, max(args.total_timesteps, run.step) + T * N - 1) // (T * N)
     sizes = rollouts, T, N, observation_dim, action_dim
     buffer = ReplayBuffer(*sizes, device, args.gamma, args.n_step)
-    run.start(learner, buffer, pool, envs)  # with --resume: as they were
+    saved = learner | {"replay": buffer}
+    run.restore(saved)  # with --resume: as they were
 
-    while run.goes_on():
-        # All randomness follows from (seed, number of the rollout): a resumed run goes on as the
+    while run.step < args.total_timesteps and not run.stopped:
+        # All randomness follows from (seed, number of the rollout): a resumed run continues as the
         # uninterrupted one would have, without any generator's state being saved.
-        sequence = np.random.SeedSequence((args.seed, buffer.count))
+        sequence = np.random.SeedSequence((args.seed, run.rollout))
         *env_seeds, torch_seed = map(int, sequence.generate_state(N + 1))
         torch.manual_seed(torch_seed)
-        random_actions = run.global_step < args.learning_starts
+        random_actions = run.step < args.learning_starts
+        # a car that draws a new random action every step never leaves its valley
+        hold = 25 if args.env_id == MOUNTAIN_CAR else 1
         observations = np.empty((T + 1, N, observation_dim), np.float32)
         actions = np.empty((T, N, action_dim), np.float32)
-        env_rewards, scenes = np.empty((T, N)), []
+        env_rewards, pictured = np.empty((T, N)), []
 
-        # 1. One episode of every environment: physics only. The workers draw and score its states
-        # while it is played.
+        # 1. Play one episode of every environment: physics only. The workers draw and score its
+        # states meanwhile.
         t0 = time.perf_counter()
         observations[0], _ = envs.reset(seed=env_seeds)
         for t in range(T):
             with torch.no_grad():
                 if not random_actions:
                     action, _ = actor.sample(torch.as_tensor(observations[t], device=device))
-                elif t % args.random_repeat == 0:
+                elif t % hold == 0:
                     action = torch.rand(N, action_dim, device=device) * 2 - 1
             stepped = envs.step(actor.to_env(action))
             observations[t + 1], env_rewards[t], _, _, infos = stepped
             actions[t] = action.cpu().numpy()
             if scene in infos:
-                pictured = np.stack(infos[scene])  # states [N, S] or frames [N, H, W, 3]
-                scenes.append(pictured if scene == "states" else pictured[:1])
-            if use_clip:
-                pool.put(**{scene: pictured})
-        run.check_finite(env_seeds, observations, env_rewards)
-        t1 = time.perf_counter()
+                states = np.stack(infos[scene])  # [N, S], or frames [N, H, W, 3]
+                pictured.append(states if scene == "states" else states[:1])
+                if use_clip:
+                    pool.put(states)
         success = infos.get("success")
-        if judge:
-            success = judge(np.stack(scenes))
 
-        # 2. The rewards: that of (s, a, s') is that of the picture of s'
+        # 2. Take the rewards. The reward of (s, a, s') is CLIP's score of the picture of s'.
+        t1 = time.perf_counter()
         rewards = pool.take().reshape(T, N) if use_clip else env_rewards
+        t2 = time.perf_counter()
+        run.check_finite(
+            env_seeds, observation=observations, env_reward=env_rewards, reward=rewards
+        )
         buffer.add(observations, actions, rewards)
-        run.global_step += T * N
+        run.step += T * N
+        run.rollout += 1
         if not random_actions:
             run.keep_best(rewards.mean(), actor=actor)
         if args.normalize_observations:
             actor.normalize.add(torch.as_tensor(observations, device=device))
 
         # 3. Learn
-        t2 = time.perf_counter()
+        t3 = time.perf_counter()
         losses = []
-        for _ in range(args.gradient_steps if run.global_step >= args.learning_starts else 0):
+        for _ in range(args.gradient_steps if run.step >= args.learning_starts else 0):
             losses.append(learn(buffer.sample(args.batch_size)))
         means = torch.stack(losses).mean(0).tolist() if losses else []  # waits for the GPU, once
+        t4 = time.perf_counter()
 
         # 4. Log
-        seconds = {"physics_s": t1 - t0, "wait_s": t2 - t1, "update_s": time.perf_counter() - t2}
-        more = {f"losses/{name}": value for name, value in zip(LOSSES, means, strict=False)}
-        note = "random actions" * random_actions
-        run.log(rewards, env_rewards, success, seconds, more, note)
+        scalars = {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}
+        if use_clip:
+            scalars["charts/clip_reward"] = rewards.mean()
+            scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
+        if judge:
+            success = judge(np.stack(pictured))
+        if success is not None:
+            scalars["charts/success_rate"] = np.mean(success)
+        scalars |= {f"losses/{name}": value for name, value in zip(LOSSES, means, strict=False)}
+        scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
+        if use_clip:
+            scalars |= {f"time/{name}": seconds for name, seconds in pool.timings.items()}
+            scalars["charts/worker_restarts"] = pool.restarts
+        run.log(scalars)
 
-        # 5. Keep
-        if scenes and run.due(args.video_freq):
-            frames = np.stack([states[0] for states in scenes])  # the first environment's episode
+        # 5. Save
+        if pictured and run.due(args.video_freq, T * N):
+            frames = np.stack([states[0] for states in pictured])  # the first environment's episode
             if scene == "states":
                 frames = pool.render(frames, size=max(240, args.render.render_size))
-            run.save_video(frames, envs.metadata.get("render_fps", 30))
-        run.keep()
+            run.video(frames, envs.metadata.get("render_fps", 30))
+        if run.due(args.checkpoint_freq, T * N):
+            run.save(saved)
 
+    run.save(saved)  # also of a run that was stopped
     envs.close()
     run.close()

@@ -1,7 +1,7 @@
 """A dataset: states, what is known of them, and what they were made from, in one .npz file.
 
 Pictures are not part of it: a picture is a function of a state, drawn when somebody looks. A
-person's labels and all results stand in the folder of the same name, data/kneeling/.
+person's labels and all results are in the folder of the same name, data/kneeling/.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from pathlib import Path
 
 import numpy as np
 
-from egl_render import UsageError
-from evaluation.judges import THRESHOLD, task_for
+from clip_reward import UsageError
+from environments.judges import THRESHOLD, task_for
 
 
 @dataclass
 class Dataset:
-    """All arrays have one row for each of N states."""
+    """All arrays have a row for each of N states; a single value holds for all."""
 
     arguments: dict  # what it was made from: source, seed, run, .. and "flags", those of the run
     states: np.ndarray  # [N, S] float64
     episode: np.ndarray = None  # [N] int
     step: np.ndarray = 0  # [N] int, in the episode, from 0
     checkpoint_step: np.ndarray = -1  # [N] int, -1: from no checkpoint
-    env_reward: np.ndarray = np.nan  # [N] the environment's own reward, nan where unknown
+    env_reward: np.ndarray = np.nan  # [N] the environment's own reward, NaN where unknown
     success: np.ndarray = -1  # [N] its episode's, by the task's own rule; -1: it has none
     pose: np.ndarray = ""  # [N] str, "" where unknown
     path: Path = Path("dataset.npz")
 
     def __post_init__(self):
         self.episode = np.arange(len(self)) if self.episode is None else self.episode
-        for name in COLUMNS[1:]:  # a single value is that of all states
+        for name in COLUMNS[1:]:
             setattr(self, name, np.full(len(self), getattr(self, name)))
 
     def __len__(self):
@@ -52,13 +52,13 @@ class Dataset:
         return self.path.with_suffix("")
 
     def rows(self, episode):
-        """Rows of an episode in the order of time."""
+        """Return the rows of an episode in the order of time."""
         rows = np.flatnonzero(self.episode == episode)
         return rows[np.argsort(self.step[rows], kind="stable")]
 
     def episode_success(self, episode, verdicts, own_rule=True):
-        """Whether an episode is a success: by the task's own rule if it has one, else if the
-        verdicts [N] (1, 0, nan: none) on half of its states or more are good."""
+        """Return whether an episode is a success: by the task's own rule if it has one, else if the
+        verdicts [N] (1, 0, NaN: none) on at least half of its states are good."""
         rows = self.episode == episode
         own = self.success[rows][0]
         if own_rule and own >= 0:
@@ -82,18 +82,21 @@ def load_dataset(path) -> Dataset:
     path = Path(path)
     try:
         with np.load(path) as file:
-            columns = {name: file[name] for name in COLUMNS}
-            return Dataset(json.loads(str(file["arguments"])), **columns, path=path)
+            data = Dataset(
+                json.loads(str(file["arguments"])), **{x: file[x] for x in COLUMNS}, path=path
+            )
+        data.flags["env_id"], data.flags["target_prompt"], data.arguments["script"]
+        assert data.states.ndim == 2 and all(len(getattr(data, x)) == len(data) for x in COLUMNS)
+        return data
     except Exception as error:  # unpacking alone raises half a dozen kinds
-        raise UsageError(
-            f"{path}: missing, damaged or not what eval_epic.py collect makes: {error!r}"
-        ) from error
+        made = "what eval_epic.py collect makes"
+        raise UsageError(f"{path} is missing, damaged or not {made}: {error!r}") from error
 
 
 def uniform_columns(env_id, count, seed):
-    """Columns of states drawn uniformly. CartPole: the track, all angles, velocities up to 2 (no
-    picture shows them); MountainCar: its observation space. Their own rewards are known but for
-    MountainCarContinuous, whose reward depends on the action."""
+    """Return columns of states drawn uniformly. CartPole: the track, all angles, velocities up to 2
+    (no picture shows them); MountainCar: its observation space. The environment's own reward is
+    known except for MountainCarContinuous, where it depends on the action."""
     high = [2.4, 2.0, np.pi, 2.0] if env_id == "CartPole-v1" else [0.6, 0.07]
     low = np.negative(high) if env_id == "CartPole-v1" else [-1.2, -0.07]
     states = np.random.default_rng(seed).uniform(low, high, (count, len(low)))
@@ -102,32 +105,19 @@ def uniform_columns(env_id, count, seed):
     return {"states": states, "env_reward": own.get(env_id, np.nan)}
 
 
-def pose_columns(per_pose, seed):
-    """Columns of samples of every pose in the library of tiny_clip/poses.py, at rest."""
-    from tiny_clip import poses
-
-    rngs = [np.random.default_rng((seed, k)) for k in range(len(poses.POSE_NAMES))]
-    samples = [poses.sample(name, rng, per_pose) for name, rng in zip(poses.POSE_NAMES, rngs)]
-    states = np.pad(np.concatenate(samples), ((0, 0), (0, 23)))
-    return {"states": states, "pose": np.repeat(poses.POSE_NAMES, per_pose)}
-
-
-def facing_columns(per_pose):
-    """Columns of the pose library as `pose_columns`, but headed within 30 degrees of +x, as every
-    episode begins, and of as many states in tiny_clip/hacked.npz, which are a policy's."""
-    from tiny_clip import data, poses
-
-    columns, rng = pose_columns(per_pose, seed=1), np.random.default_rng(1)
-    for state in columns["states"]:
-        poses.turn_to(state[:24], rng.uniform(-np.pi, np.pi) / 6)
-    found = rng.permutation(data.policy_states(held_out=True))[: len(columns["pose"])]
-    states = np.concatenate([columns["states"], np.pad(found, ((0, 0), (0, 23)))])
-    return {"states": states, "pose": np.append(columns["pose"], ["policy"] * len(found))}
+def results_folder(path):
+    """Make a new folder: `path`, or where that exists already `path`_2, _3, .."""
+    folder, number = path, 1
+    while folder.exists():
+        number += 1
+        folder = path.with_name(f"{path.name}_{number}")
+    folder.mkdir(parents=True)
+    return folder
 
 
 def write_csv(path, columns, rows):
-    """A CSV file of rows, each {column: value}. Whoever reads it never meets half a file, and it is
-    on the disk when this returns. Raises OSError, with the old file as it was."""
+    """Write rows, each {column: value}, as a CSV file that is flushed to the disk and renamed into
+    place. Raises OSError; the old file stays then."""
     partial = Path(path).with_name(f".{Path(path).name}.tmp")
     with open(partial, "w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
@@ -142,8 +132,8 @@ LABEL_COLUMNS = ["dataset", "unit", "index", "task", "label"]
 
 
 def label_rows(path):
-    """(columns, rows {column: value}) of a file of labels. Raises OSError, UsageError if it cannot
-    be read or is no CSV with LABEL_COLUMNS."""
+    """Read a file of labels -> (columns, rows {column: value}). Raises OSError, or UsageError for a
+    file that is not a CSV with LABEL_COLUMNS."""
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file, restval="")
@@ -156,8 +146,8 @@ def label_rows(path):
 
 
 def read_labels(path, dataset, task, needed=True):
-    """A person's labels of a dataset: {"frame": {row: bool}, "episode": {number: bool}}, in the
-    order of the file. Rows on other datasets and tasks are passed over.
+    """Read a person's labels of a dataset: {"frame": {row: bool}, "episode": {number: bool}}, in
+    the order of the file. Rows on other datasets and tasks are skipped.
 
     Args:
         path: CSV with LABEL_COLUMNS: the dataset's name (that of its file), "frame" or "episode",

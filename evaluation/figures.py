@@ -8,18 +8,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from evaluation.judges import THRESHOLD
+from environments.judges import THRESHOLD
 
 GOOD, BAD = (0, 150, 0), (210, 0, 0)  # a verdict on one state
 BORDER, LINE = 4, 13  # pixels: a frame's width, a line of text's height
 
 
 def framed(picture, caption, good=None):
-    """A picture [H, W, 3] uint8 with a caption (one or more lines) below, black on white.
-
-    good: True or False draws a green or red border, the verdict on this very state. Returns
-    [H', W', 3] uint8.
-    """
+    """Return a picture [H, W, 3] uint8 with a caption below, black on white: [H', W', 3] uint8.
+    good: True or False draws a green or red border, the verdict on this state."""
     height, width = picture.shape[0] + 2 * BORDER, picture.shape[1] + 2 * BORDER
     lines = caption.count("\n") + 1
     out = Image.new("RGB", (width, height + LINE * lines + 2), "white")
@@ -32,8 +29,7 @@ def framed(picture, caption, good=None):
 
 
 def grid(cells, columns):
-    """Pictures [N, H, W, 3] uint8 (of equal size) in rows of `columns`, white where none is left:
-    [H', W', 3]."""
+    """Lay out pictures [N, H, W, 3] uint8 in rows of `columns`, filled with white: [H', W', 3]."""
     white = np.full_like(cells[0], 255)
     cells = [*cells, *[white] * (-len(cells) % columns)]
     rows = (cells[k : k + columns] for k in range(0, len(cells), columns))
@@ -41,7 +37,7 @@ def grid(cells, columns):
 
 
 def write_sheet(path, cells):
-    """A contact sheet of pictures as from `framed`, as PNG, ten in a row."""
+    """Write a contact sheet of pictures as from `framed`, as PNG, ten in a row."""
     Image.fromarray(grid(cells, 10)).save(path)
 
 
@@ -49,8 +45,8 @@ def write_sheet(path, cells):
 
 
 def moment(episode, t):
-    """An episode's picture at step t (later its last), framed: a green or red border is the verdict
-    on the step; the words below tell the verdict on the whole episode."""
+    """Frame an episode's picture at step t (later its last): the border is the verdict on the step,
+    the words below that on the whole episode."""
     frames, steps, success = episode
     t, verdict = min(t, len(frames) - 1), "success" if success else "failure"
     words = f"step {t + 1}: {steps[: t + 1].sum():.0f} good\nepisode: {verdict}"
@@ -58,14 +54,14 @@ def moment(episode, t):
 
 
 def judged_video(episodes):
-    """Episodes side by side, eight in a row, as one video: [T, H', W', 3] uint8."""
+    """Lay out episodes side by side, eight in a row, as one video: [T, H', W', 3] uint8."""
     length = max(len(frames) for frames, _, _ in episodes)
     columns = min(8, len(episodes))
     return np.stack([grid([moment(e, t) for e in episodes], columns) for t in range(length)])
 
 
 def new_figure(width=5.2, height=3.6, title=None):
-    """A matplotlib Figure of so many inches."""
+    """Make a matplotlib Figure of this size in inches."""
     from matplotlib.figure import Figure  # takes half a second
 
     figure = Figure((width, height), dpi=120, layout="constrained")
@@ -74,7 +70,7 @@ def new_figure(width=5.2, height=3.6, title=None):
 
 
 def save_with_legend(figure, path, columns=2):
-    """Write a figure, with the legend of its first axes below it, where it covers nothing."""
+    """Write a figure with the legend of its first axes below it."""
     handles = figure.axes[0].get_legend_handles_labels()
     options = {"loc": "outside lower center", "frameon": False, "fontsize": "small"}
     figure.legend(*handles, ncols=columns, **options)
@@ -82,7 +78,7 @@ def save_with_legend(figure, path, columns=2):
 
 
 def short(model):
-    """A model's name in a figure: ViT-L-14/openai, or a folder's name."""
+    """Shorten a model's name for a figure: ViT-L-14/openai, or a folder's name."""
     return Path(model.partition(":")[2]).name if ":" in model else model
 
 
@@ -181,13 +177,7 @@ def draw_prompts(path, title, table):
             ax.set_xticks(range(len(cameras)), cameras, rotation=30, ha="right", size="small")
             ax.set_yticks(range(len(prompts)), prompts, size="small")
             for (i, j), value in np.ndenumerate(values[..., k]):
-                ax.text(
-                    j,
-                    i,
-                    f"{value:.3f}",
-                    ha="center",
-                    va="center",
-                    size="x-small",
-                    color="black" if (value > np.median(values)) == (name == "auc") else "white",
-                )
+                light = (value > np.median(values)) == (name == "auc")
+                style = {"ha": "center", "va": "center", "size": "x-small"}
+                ax.text(j, i, f"{value:.3f}", color="black" if light else "white", **style)
     figure.savefig(path)

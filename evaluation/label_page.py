@@ -1,10 +1,9 @@
-"""Label a dataset by hand, in the browser, a key press an answer. Needs `pip install .[label]`.
+"""Label a dataset by hand, in the browser, one key press per answer. Needs gradio.
 
-Y says that the picture meets the task's criterion, N that it does not, S leaves it for the end, U
-takes the last one back. Every answer is in the file before the next picture comes, and the same
-command goes on where the last one stopped. The page is for this machine alone: it listens on
-127.0.0.1, loads nothing from anywhere else, and tells nobody anything. What the judge says is shown
-only when all is labelled, or a person would learn to agree with it.
+Y: the picture meets the task's criterion, N: it does not, S: leave it for the end, U: undo. Every
+answer is in the file before the next picture comes, and the same command continues where the last
+one stopped. The page listens on 127.0.0.1 and loads nothing from anywhere else. What the judge says
+is shown only at the end, or a person would learn to agree with it.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import io
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from egl_render import UsageError
+from clip_reward import UsageError
 from evaluation.datasets import LABEL_COLUMNS, label_rows, read_labels, write_csv
 
 
 class Session:
-    """Which frames or episodes there are, which is to be answered now, and the file of answers.
-
-    Their order is random and the same at every start: what is labelled so far is a fair sample.
+    """The frames or episodes to label, and the file of answers. Their order is random and the same
+    at every start: what is labelled so far is a fair sample.
 
     Args:
         dataset: Dataset.
@@ -52,17 +51,14 @@ class Session:
         self.lock = threading.Lock()
 
     def todo(self):
-        """Numbers of the frames or episodes to be answered, now and next; skipped ones at the end.
-        Empty: all are."""
+        """Return the numbers of the frames or episodes still to be answered, skipped ones last."""
         skipped = [k for k, label in self.answers.items() if label is None]
         return [k for k in self.order if k not in self.answers] + skipped
 
     def answer(self, index, label):
-        """Save that `index` meets the criterion, or not, or leave it for the end (None).
-
-        An answer to what is not asked now is dropped: the second press of a hasty double, or
-        another window. Raises OSError, UsageError if it cannot be saved; nothing has changed then.
-        """
+        """Save that `index` meets the criterion or not, or leave it for the end (None). An answer
+        to what is not asked now is dropped: a hasty second press, or another window. Raises
+        OSError, UsageError if it cannot be saved; nothing has changed then."""
         with self.lock:
             if index in self.todo()[:1]:
                 self._save(index, label)
@@ -70,7 +66,7 @@ class Session:
                 self.answers[index] = label
 
     def undo(self):
-        """Take back the last answer or skip, also of an earlier session, and ask it again."""
+        """Take back the last answer or skip, also of an earlier session."""
         with self.lock:
             if self.answers:
                 self._save(last := [*self.answers][-1], None)
@@ -85,7 +81,7 @@ class Session:
         write_csv(self.path, columns, rows)
 
     def agreement(self):
-        """In words, how the judge agrees with the answers."""
+        """Say how the judge agrees with the answers."""
         judge, count = self.task.judge(self.dataset.states), len(self.answers)
         if self.unit == "episode":
             judge = {k: self.dataset.episode_success(k, judge) for k in self.answers}
@@ -93,7 +89,7 @@ class Session:
         return f"You and the judge agree on {100 * same / count:.0f} % ({same} of {count})."
 
     def image(self, index, render):
-        """HTML of a frame as PNG or of an episode as looping WebP, ten pictures a second."""
+        """Return HTML of a frame as PNG or of an episode as looping WebP, ten frames a second."""
         rows = [index] if self.unit == "frame" else self.dataset.rows(index)
         first, *others = map(Image.fromarray, render(self.dataset.states[rows]))
         file, kind = io.BytesIO(), "png" if self.unit == "frame" else "webp"
@@ -118,7 +114,7 @@ SHOWN = "() => Number(document.querySelector('#picture [data-index]').dataset.in
 
 
 def make_page(gradio, session, render):
-    """The page: gradio.Blocks."""
+    """Make the page, gradio.Blocks."""
     image = functools.lru_cache(8)(functools.partial(session.image, render=render))
 
     def view():
@@ -154,21 +150,27 @@ def make_page(gradio, session, render):
     return page
 
 
-def serve(session, render, port=None):
+def serve(session, make_scorer, port=None):
     """Serve the page until Ctrl-C.
 
     Args:
-        render: function from states [B, S] to frames [B, H, W, 3] uint8; called by any thread.
+        make_scorer: makes the Scorer that draws; called in the one thread that draws.
         port: on 127.0.0.1; None: a free one.
     Raises:
         UsageError: no gradio, or a port that is taken.
     """
+    drawing = ThreadPoolExecutor(1)  # a GL context belongs to one thread
+    scorer = drawing.submit(make_scorer).result()
+
+    def render(states):  # large, for a person, whatever CLIP was shown
+        return drawing.submit(scorer.render, states, 480).result()
+
     # no telemetry, `launch` returns, and its look whether the page is up goes through no proxy
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "no", "GRADIO_DEBUG": "0", "no_proxy": "127.0.0.1"}
     try:
         import gradio
     except ImportError as error:
-        raise UsageError("the labelling page needs gradio: pip install .[label]") from error
+        raise UsageError("the labelling page needs gradio: pip install gradio") from error
 
     page = make_page(gradio, session, render)
     fonts = [gradio.themes.Font("sans-serif")]  # the default ones are fetched
@@ -184,6 +186,7 @@ def serve(session, render, port=None):
         threading.Event().wait()
     except KeyboardInterrupt:
         page.close(verbose=False)
+    drawing.submit(scorer.close).result()
     left = len(session.todo())
     print(f"{len(session.order) - left} of {len(session.order)} labelled, in {session.path}")
     print("" if left else session.agreement())

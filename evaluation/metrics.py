@@ -7,7 +7,7 @@ import numpy as np
 
 
 def pearson(x, y):
-    """Correlation of x [N] and y [N]; nan if one of them is constant but for rounding."""
+    """Return the correlation of x [N] and y [N], NaN if one is constant up to rounding."""
     from scipy import stats  # takes a second
 
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -17,35 +17,35 @@ def pearson(x, y):
 
 
 def epic_distance(x, y):
-    """EPIC distance of two rewards that depend on the next state alone (section 4.1 of arXiv
-    2310.12921), from their values x, y [N] on N states: sqrt((1 - rho) / 2); nan if constant.
+    """Return the EPIC distance of two rewards of the next state (section 4.1 of arXiv 2310.12921)
+    from their values x, y [N]: sqrt((1 - rho) / 2), NaN if one is constant.
 
-    Nothing is canonically shaped (definition 4.1 of arXiv 2006.13900) because shaping takes from
+    No canonical shaping is needed (definition 4.1 of arXiv 2006.13900): it takes from
     R(s, a, s') = f(s') only a constant, gamma E f(S'), which correlation does not see.
     """
     return math.sqrt((1 - pearson(x, y)) / 2)
 
 
 def auc(x, good):
-    """Chance that a state of which good [N] is true has more x [N] than one of which it is not
-    (half, where they are equal): 1 is perfect, 0.5 blind, nan without one of the two."""
-    from scipy import stats  # takes a second
+    """Return the chance that a state of which good [N] is true has more x [N] than another (half
+    where they are equal): 1 is perfect, 0.5 blind, NaN with a single class."""
+    from scipy import stats
 
-    good = np.asarray(good, bool)
-    true, false = good.sum(), (~good).sum()
-    if not true or not false:
+    x, good = np.asarray(x), np.asarray(good, bool)
+    if good.all() or not good.any():
         return math.nan
-    return float((stats.rankdata(x)[good].sum() - true * (true + 1) / 2) / (true * false))
+    wins = stats.mannwhitneyu(x[good], x[~good], method="asymptotic").statistic
+    return float(wins / (good.sum() * (~good).sum()))
 
 
 def interval(statistic, x, y, episodes, resamples=2000, seed=0):
-    """`statistic(x, y)` of values [N] and its 95 % bootstrap interval: (value, low, high), nan
-    where undefined. Resamples in which it is undefined are left out.
+    """Return `statistic(x, y)` of values [N] and its 95 % bootstrap interval: (value, low, high),
+    NaN where undefined. Resamples in which it is undefined are left out.
 
-    Whole episodes are drawn, `episodes` [N] int says which a state is from: states of one episode
-    are alike, and with single ones the interval would be far too narrow.
+    Whole episodes (`episodes` [N] int) are resampled: states of one episode are alike, and single
+    states would make the interval far too narrow.
     """
-    from scipy import stats  # takes a second
+    from scipy import stats
 
     value = statistic(x, y)
     numbers, index = np.unique(episodes, return_inverse=True)
@@ -66,5 +66,5 @@ def interval(statistic, x, y, episodes, resamples=2000, seed=0):
 
 
 def epic_interval(x, y, episodes, resamples=2000, seed=0):
-    """`interval` of `epic_distance(x, y)`."""
+    """Return `interval` of `epic_distance(x, y)`."""
     return interval(epic_distance, x, y, episodes, resamples, seed)

@@ -18,7 +18,8 @@ from scipy.ndimage import map_coordinates
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # for `python scenes/paint.py`
 
-from egl_render import CAR_HEIGHT, CAR_SUPERSAMPLING, MOUNTAIN_GOALS, SCALE, Look, hill
+from egl_render import Scene
+from environments.classic import CAR_HEIGHT, CAR_SUPERSAMPLING, MOUNTAIN_GOALS, SCALE, hill
 
 CAR_WIDTH = 64  # pixels of a native frame
 
@@ -66,23 +67,23 @@ def sample(image, line, column):
 
 
 def paint_look(rng=None):
-    """`egl_render.Look` of a textured MuJoCo scene, all of it varied by `rng`, a
+    """`egl_render.Scene` of a textured MuJoCo scene, all of it varied by `rng`, a
     np.random.Generator (to train on), or the canonical one for None."""
     rng, around = variation(rng, seed=7)
-    haze = around(Look.haze, 0.06)
+    haze = around(Scene.haze, 0.06)
     # arguments are evaluated in this order, which is that of the random draws
-    return Look(
+    return Scene(
         haze=haze,
         sky=sky_texture(rng, around(0.45, 0.6), haze, zenith=around((0.22, 0.43, 0.74), 0.15)),
         stone=stone_texture(rng, tint=around(0.56, 0.2) * around((1.07, 1.02, 0.93), 0.05)),
         metal=metal_texture(rng, tint=around(0.88, 0.08) * around((0.985, 0.995, 1.015), 0.02)),
-        tile=float(around(Look.tile, 0.2)),
-        dark=around(Look.dark, 0.2),
-        sun_azimuth=float(around(Look.sun_azimuth, 0.9)),
-        sun_height=float(around(Look.sun_height, 0.3)),
-        sun=float(around(Look.sun, 0.2)),
-        ambient=float(around(Look.ambient, 0.15)),
-        headlight=float(around(Look.headlight, 0.3)),
+        tile=float(around(Scene.tile, 0.2)),
+        dark=around(Scene.dark, 0.2),
+        sun_azimuth=float(around(Scene.sun_azimuth, 0.9)),
+        sun_height=float(around(Scene.sun_height, 0.3)),
+        sun=float(around(Scene.sun, 0.2)),
+        ambient=float(around(Scene.ambient, 0.15)),
+        headlight=float(around(Scene.headlight, 0.3)),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-import egl_render
+from environments import classic
 from scenes import paint
 
 WORDS = tomllib.loads(Path(__file__).with_name("captions.toml").read_text())
@@ -61,8 +61,8 @@ def truth_of(scene, states):
             "horizontal": _bump(angle, np.pi / 2, 0.4),
             "hanging": _bump(angle, np.pi, 0.6),
         }
-    x, goal = states[:, 0], egl_render.MOUNTAIN_GOALS[SCENES[scene][0]]
-    height = np.clip((egl_render.hill(x) - 0.1) / 0.9, 0, 1)
+    x, goal = states[:, 0], classic.MOUNTAIN_GOALS[SCENES[scene][0]]
+    height = np.clip((classic.hill(x) - 0.1) / 0.9, 0, 1)
     return truth | {
         "mountain": zero + 1,
         "peak": 0.8 * _bump(x, goal, 0.22) + 0.2 * height,
@@ -76,4 +76,4 @@ def draw(scene, states, size, rng):
     """Frames [B, size, size, 3] uint8; "mountain_varied" draws another landscape from rng."""
     env_id, textured = SCENES[scene]
     landscape = paint.mountain_scene(rng) if scene == "mountain_varied" else None
-    return egl_render.ClassicRenderer(env_id, size, textured, landscape).render(states)
+    return classic.ClassicRenderer(env_id, size, textured, landscape).render(states)

@@ -388,3 +388,22 @@ def make_pictures(jobs, workers=2):
     with multiprocessing.get_context("spawn").Pool(workers, torch.set_num_threads, (1,)) as pool:
         parts = list(tqdm(pool.imap(draw_job, jobs), "scenes", len(jobs)))
     return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
+
+def pose_columns(per_pose, seed):
+    """Return dataset columns of samples of every pose in the library, at rest."""
+    rngs = [np.random.default_rng((seed, k)) for k in range(len(poses.POSE_NAMES))]
+    samples = [poses.sample(name, rng, per_pose) for name, rng in zip(poses.POSE_NAMES, rngs)]
+    states = np.pad(np.concatenate(samples), ((0, 0), (0, 23)))
+    return {"states": states, "pose": np.repeat(poses.POSE_NAMES, per_pose)}
+
+
+def facing_columns(per_pose):
+    """Return dataset columns of the pose library, headed within 30 degrees of +x, as every episode
+    begins, and of as many states of policies in hacked.npz."""
+    columns, rng = pose_columns(per_pose, seed=1), np.random.default_rng(1)
+    for state in columns["states"]:
+        poses.turn_to(state[:24], rng.uniform(-np.pi, np.pi) / 6)
+    found = rng.permutation(policy_states(held_out=True))[: len(columns["pose"])]
+    states = np.concatenate([columns["states"], np.pad(found, ((0, 0), (0, 23)))])
+    return {"states": states, "pose": np.append(columns["pose"], ["policy"] * len(found))}

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from scipy import stats
 
+from environments import classic as task_pictures
 from tiny_clip import classic, data, poses
 # isort: on
 
@@ -226,7 +227,7 @@ def classic_figures(judge, scenes=CLASSIC_SCENES, count=500, sizes=(64, 96)):
     for scene in scenes:
         concept, column, low, high, goal, most = "upright", 2, -np.pi, np.pi, 0.0, 0.05
         if scene != "cartpole":
-            goal = egl_render.MOUNTAIN_GOALS[classic.SCENES[scene][0]]
+            goal = task_pictures.MOUNTAIN_GOALS[classic.SCENES[scene][0]]
             concept, column, low, high, most = "peak", 0, -1.2, 0.6, 0.1
         rng = np.random.default_rng(SEED + 3)
         states = classic.sample_states(scene, rng, count)

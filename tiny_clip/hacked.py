@@ -15,10 +15,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import eval_epic
+from evaluation import runs as played
 from tiny_clip import data, poses
-from training.flags import checkpoints, flags_of
-from training.run import load_checkpoint
+from training.run import checkpoints, flags_of, load_checkpoint
 
 PER_DEGREE = 150  # of each run, so many states (or all) from each tenth of the way into its pose
 
@@ -26,9 +25,9 @@ PER_DEGREE = 150  # of each run, so many states (or all) from each tenth of the 
 def states_of(run, rng):
     """States of a run's replay: (qpos [B, 24] but for x and y, number of their episode [B], what
     run it was)."""
-    args = eval_epic.load_run(run)
+    args = played.load_run(run)
     pose = getattr(gym.make(args.env_id).unwrapped, "pose", None)  # teacher.py's
-    pose = pose or eval_epic.task_of(None, flags_of(args)).name
+    pose = pose or played.task_of(None, flags_of(args), run).name
     step, path = max(checkpoints(run).items())
     seen = load_checkpoint(path)["replay"]["rings"][0][:, 1:, :, :22]  # Humanoid-v5: qpos[2:] first
     episode = np.arange(seen.shape[0] * seen.shape[2]).reshape(seen.shape[0], 1, -1)

@@ -1,63 +1,206 @@
-"""A run: seeds, pool, the rings of a replay buffer, its folder with events and checkpoints, and how
-it ends."""
+"""A run: its flags, its folder, what is logged and saved, how it ends and how it is resumed."""
 
-import atexit
 import contextlib
 import copy
+import dataclasses
 import fcntl
-import filecmp
 import functools
-import itertools
 import json
 import math
 import os
 import re
-import shutil
+import shlex
 import signal
-import socket
 import sys
-import threading
 import time
 import zipfile
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
+from annotated_types import Len
 from PIL import Image
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass
 
 import egl_render
-from clip_reward import (
-    NotFiniteError,
-    RewardPool,
-    RunError,
-    death,
-    first_line,
-    is_ray,
-    make_clip_reward,
-    warn,
-)
-from egl_render import UsageError
-from training.flags import (
-    changed_flags,
-    checkpoints,
-    end_at_once,
-    excepthook,
-    experiment_of,
-    flags_of,
-    from_flags,
-    typed,
-)
-from training.page import CURVES, events_of, make_page
+from clip_reward import RewardArgs, RunError, UsageError, first_line
+from training.workers import STOP_SIGNALS, kill_children, warn
 
 
-class DiskError(RunError):
-    """A file that could not be written."""
+@dataclass
+class RunArgs:
+    """Flags of a run as such; the scripts' Args extend them."""
+
+    reward: RewardArgs = field(default_factory=RewardArgs)
+    render: egl_render.RenderArgs = field(default_factory=egl_render.RenderArgs)
+
+    exp_name: Annotated[str, Len(1, 100)] = Path(sys.argv[0]).stem
+    """name of this experiment"""
+    seed: NonNegativeInt = 1
+    """seed of networks, environments, exploration and replay"""
+    compile: bool = False
+    """compile the updates with torch.compile, on a GPU into one CUDA graph"""
+    track: bool = False
+    """log to Weights & Biases as well; it reads WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE"""
+    runs_dir: str = "runs"
+    """folder of all runs"""
+    checkpoint_freq: NonNegativeInt = 128_000
+    """steps between checkpoints; the end of a run always has one"""
+    video_freq: NonNegativeInt = 128_000
+    """steps between videos, and one at the end; 0: none"""
+    judge: str | None = None
+    """draw charts/success_rate by a judge of states, never used as a reward: a task of
+    environments/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task with
+    this prompt, if there is one"""
+    resume: str | None = None
+    """resume this run: a folder, with the flags it was started with; or latest, the newest run in
+    --runs-dir that was started with these flags, a new one if there is none"""
+
+
+# Flags that may be given beside --resume: how long, where and how often, but not what is learned.
+# (DQN's schedules depend on --total-timesteps and stretch with it.)
+RESUME_MAY_CHANGE = set(
+    "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size worker_timeout "
+    "allow_slow compile track judge runs_dir resume".split()
+)
+
+
+CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's page
+    "reward per step": ["charts/clip_reward"],
+    "share of successful episodes": ["charts/success_rate"],
+    "the environment's own return": ["charts/episodic_return"],
+    "loss of the values": ["losses/qf1_loss", "losses/qf2_loss", "losses/td_loss"],
+    "loss of SAC's policy": ["losses/actor_loss"],
+    "seconds of a rollout": ["time/physics_s", "time/wait_s", "time/update_s"],
+}
+
+
+def flags_of(args):
+    """Flatten a dataclass with its groups of flags to {name: value}."""
+    flags = {}
+    for name, value in dataclasses.asdict(args).items():
+        flags |= value if isinstance(value, dict) else {name: value}
+    return flags
+
+
+def from_flags(kind, flags):
+    """Make the dataclass `kind` from what `flags_of` gave; what is missing gets its default."""
+    known = {}
+    for entry in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(entry.default_factory):
+            known[entry.name] = from_flags(entry.default_factory, flags)
+        elif entry.name in flags:
+            known[entry.name] = flags[entry.name]
+    return kind(**known)
+
+
+def saved_flags(run_dir):
+    """Read a run's args.json: {name: value}, with "script", the file that was started. Raises
+    UsageError."""
+    path = Path(run_dir) / "args.json"
+    try:
+        return dict(json.loads(path.read_text()).items())
+    except FileNotFoundError as error:
+        raise UsageError(f"{run_dir} is not the folder of a run: it has no args.json") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged: {first_line(error)}") from error
+
+
+def load_args(run_dir, Args):
+    """Return the Args of a run. Raises UsageError for damaged ones or another script's."""
+    flags = saved_flags(run_dir)
+    flags.pop("script", None)
+    if foreign := ", ".join(flags.keys() - flags_of(Args()).keys()):
+        raise UsageError(f"{run_dir} is a run of another script or version: it has {foreign}")
+    try:
+        return from_flags(Args, flags)
+    except ValueError as error:  # pydantic's
+        problem = " ".join(str(error).split())
+        raise UsageError(f"{run_dir}/args.json is damaged: {problem}") from error
+
+
+def changed_flags(was, now):
+    """List the flags that differ between two Args though --resume may not change them."""
+    was, now = flags_of(was), flags_of(now)
+    return [name for name in was if was[name] != now[name] and name not in RESUME_MAY_CHANGE]
+
+
+def latest_run(args):
+    """Return the folder of the newest run with a checkpoint and these flags, or None."""
+    found = Path(args.runs_dir).glob("*/checkpoints/step_*.pt")
+    folders = [path.parents[1] for path in sorted(found, key=os.path.getmtime, reverse=True)]
+    for folder in dict.fromkeys(folders):
+        try:
+            if not changed_flags(load_args(folder, type(args)), args):
+                return str(folder)
+        except UsageError as error:
+            warn(f"--resume latest passes over a run: {error}")
+    return None
+
+
+def parse_args(Args, description):
+    """Parse the command line, with --resume on top of the run's own flags. From here on errors are
+    one line, and a stop signal ends the program at once until the run has begun."""
+    import tyro
+
+    sys.excepthook = excepthook
+    for number in STOP_SIGNALS:
+        signal.signal(number, end_now)
+    parse = functools.partial(
+        tyro.cli, Args, description=description, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    args = parse()
+    if args.resume == "latest":
+        args.resume = latest_run(args)
+        say(f"--resume latest: {args.resume or 'no such run yet, a new one'}")
+    if (resume := args.resume) is None:
+        return args
+    given, saved = args.judge, load_args(resume, Args)
+    args = parse(default=saved)
+    args.resume = resume
+    for name in changed_flags(saved, args)[:1]:
+        flag, was = name.replace("_", "-"), flags_of(saved)[name]
+        raise UsageError(f"--{flag} was {was!r} in the run to resume; leave it out")
+    if args.judge and ":" in args.judge and not given:  # args.json may be anybody's
+        raise UsageError(f"this run was judged by code: to run it again, type --judge {args.judge}")
+    return args
+
+
+def end_now(number, _):
+    """Handle a signal by ending at once: there is nothing to save."""
+    kill_children()
+    os._exit(128 + number)
+
+
+def excepthook(kind, error, trace):
+    """Print a UsageError (exit code 2) or RunError (1) without a traceback."""
+    if not issubclass(kind, (UsageError, RunError)):
+        return sys.__excepthook__(kind, error, trace)
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2 if issubclass(kind, UsageError) else 1)
+
+
+def say(*lines):
+    """Print lines, and nothing more once nobody reads them (`| head -1`)."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def checkpoints(run_dir):
+    """Return the checkpoints of a run but for best.pt, newest first: {step: path}."""
+    paths = Path(run_dir).glob("checkpoints/step_*.pt")
+    found = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
+    return dict(sorted(found.items(), reverse=True))
 
 
 def load_checkpoint(path):
-    """What a checkpoint holds; tensors stay in the file until they are used. No code in it is run.
-    Raises UsageError for one that is damaged, by the checksums that torch.save writes."""
+    """Load a checkpoint; no code in it is run. Raises UsageError for a damaged one, by the
+    checksums that torch.save writes."""
     try:
         with zipfile.ZipFile(path) as file:
             if name := file.testzip():
@@ -68,9 +211,9 @@ def load_checkpoint(path):
 
 
 def write(path, content):
-    """Write `content`, bytes or something for torch.save, to a file that is flushed to the disk and
-    then renamed to `path`: a kill or a full disk leaves the old one. Raises DiskError."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write bytes, or something for torch.save, to a temporary file that is flushed to the disk and
+    renamed: a kill or a full disk leaves the old one. Raises RunError."""
+    temporary = path.with_name(".partial")  # one name: what a kill leaves is overwritten
     try:
         with temporary.open("wb") as file:
             file.write(content) if isinstance(content, bytes) else torch.save(content, file)
@@ -78,459 +221,200 @@ def write(path, content):
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        # torch.save says something else of a full disk, after the error that there was
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        # torch.save reports something else after the disk's own error
         cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise DiskError(f"{path} could not be written: {cause}") from error
-
-
-def seed_everything(args):
-    """Seed PyTorch for the networks (loops seed again for every rollout) -> learner's device."""
-    torch.manual_seed(args.seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # determinism wants it
-    torch.use_deterministic_algorithms(args.torch_deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would touch the whole buffer
-    # Adam's averages of units that died become numbers that take a CPU a hundred times as long
-    torch.set_flush_denormal(True)
-    return torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-
-
-def make_pool(args, make_renderer):
-    """The RewardPool of a run, or None where nothing is scored and nothing drawn for videos."""
-    use_clip = args.reward.reward == "clip"
-    if not use_clip and not (make_renderer and args.video_freq):
-        return None
-    score = functools.partial(make_clip_reward, args=args.reward) if use_clip else None
-    devices = args.reward.devices()
-    if not use_clip:
-        devices = ["ray:1" if is_ray(devices) else devices[0]]
-    states = max(1, args.reward.clip_batch_size // args.render.views)
-    return RewardPool(make_renderer, score, devices, states, args.reward.worker_timeout)
-
-
-def compile_update(update, device):
-    """`update(batch)` by torch.compile; on CUDA captured in a graph as well, with no Python and no
-    gaps between its kernels. All batches must have the shapes of the first."""
-    update = torch.compile(update, dynamic=False)
-    if device.type != "cuda":
-        return update
-    from tensordict.nn import CudaGraphModule
-
-    return CudaGraphModule(update, warmup=5)
-
-
-class Rings:
-    """What a replay buffer keeps: tensors `rings` that are filled in turn, and `count`, how many
-    rows were ever added."""
-
-    def add(self, *columns):
-        """Rows [K, ...] for every ring, of which K <= its size."""
-        slots = (self.count + torch.arange(len(columns[0]))) % len(self.rings[0])
-        self.before = self.count, slots, [ring[slots] for ring in self.rings]
-        for ring, column in zip(self.rings, columns, strict=True):
-            ring[slots] = torch.as_tensor(column).to(ring)
-        self.count += len(slots)
-
-    def undo(self):
-        """Take the last `add` back."""
-        self.count, slots, overwritten = self.before
-        for ring, rows in zip(self.rings, overwritten, strict=True):
-            ring[slots] = rows
-
-    def state_dict(self):
-        # torch.save writes all that lies behind a slice, hence the copies
-        return {"count": self.count, "rings": [ring[: self.count].clone() for ring in self.rings]}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-        for ring, filled in zip(self.rings, state["rings"], strict=True):
-            ring[: len(filled)] = filled
-
-
-def load_judge(args):
-    """--judge, or that of the humanoid's task with this prompt, or None: a function of states
-    [T, N, S] -> success [N] bool. An episode succeeds if half of its steps do, as in the paper."""
-    from evaluation import judges
-
-    task = None
-    if args.judge:
-        task = judges.find_task(args.judge, args.env_id)
-    elif args.env_id not in egl_render.CLASSIC_STATE_SIZES:  # whose own rule is in `info`
-        task = judges.task_for(args.env_id, args.reward.target_prompt)
-    if task is None:
-        return None
-
-    def success(states):
-        good_steps = task.judge(np.concatenate(states)).reshape(states.shape[:2])
-        return good_steps.mean(0) >= judges.THRESHOLD
-
-    return success
+        raise RunError(f"{path} could not be written: {cause}") from error
 
 
 class Run:
-    """A run's folder, which no other process can write to, with its event file and checkpoints; a
-    progress bar; how a run ends. Its first lines are `Run(args)` and, when all is made that it
-    keeps, `start`; then comes `while run.goes_on()`.
-
-    However a run ends, what it had learned by the end of its last rollout is saved: also if an
-    exception ends it, or numbers that are none. Then one line says why, where, and how to go on.
+    """A run's folder, which only this process writes to, with its event file and checkpoints.
 
     Attributes:
         folder: runs/<env>__<exp>__<seed>__<time>/.
-        history: mean reward of every rollout.
-        global_step: environment steps so far.
-        stopped: the signal (Ctrl-C or SIGTERM) that asked for an end after this rollout, or 0.
+        step, rollout: environment steps and rollouts so far; the script counts them.
+        stopped: the signal that asked for an end after this rollout, or 0.
     """
 
     def __init__(self, args):
         from torch.utils.tensorboard import SummaryWriter  # slow to import: not before --help
 
-        self.args, self.stopped, self.save_soon, self.warned = args, 0, False, False
-        self.history, self.global_step, self.best, self.good = [], 0, {}, None
-        sys.excepthook = self._failed
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._end_at_once)
-        # a thread of TensorBoard's tells what it could not write, and then the main thread does
-        told = threading.excepthook
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or told(x)
+        self.args, self.step, self.rollout, self.stopped, self.best = args, 0, 0, 0, {}
+        self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
         try:
-            self.folder = None
-            atexit.register(self._discard)
             self.folder = Path(args.resume) if args.resume else self._new_folder()
             self._lock()
-            self.checkpoint = self._newest_checkpoint() if args.resume else {}
-            self.first_step = self.checkpoint.get("global_step", 0)
+            self.restored = self._newest_checkpoint() if args.resume else {}
             (self.folder / "checkpoints").mkdir(exist_ok=True)
-            for left in (*self.folder.rglob("*.tmp"), *self.folder.glob("videos/.*")):
-                left.unlink()  # by one that was killed
-            kept = {"script": sys.argv[0]} | flags_of(args)
-            self._keep_goals()
-            write(self.folder / "args.json", json.dumps(kept, indent=2).encode())
+            saved = {"script": os.path.abspath(sys.argv[0])} | flags_of(args)
+            write(self.folder / "args.json", json.dumps(saved, indent=2).encode())
             if args.track:
                 self._track()
-            self.writer = SummaryWriter(self.folder, purge_step=self.first_step + 1)
-            self._introduce()
-            self.events = events_of(self.folder)
+            self.step = self.first_step = self.restored.get("global_step", 0)
+            self.writer = SummaryWriter(self.folder, purge_step=self.step + 1)
+            rows = "\n".join(f"|{name}|{value}|" for name, value in flags_of(args).items())
+            self.writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{rows}")
+            panels = {title: ["Multiline", tags] for title, tags in CURVES.items()}
+            self.writer.add_custom_scalars({"the run": panels})
         except OSError as error:
-            raise DiskError(f"no run can be written to {args.runs_dir}: {error}") from error
-
-    def _keep_goals(self):
-        """Copies of the pictures that are the goal: with --resume they have to be the same."""
-        for name in ("target_image", "baseline_image"):
-            for number, path in enumerate(getattr(self.args.reward, name), 1):
-                kept = self.folder / f"{name}_{number}{Path(path).suffix}"
-                if not kept.exists():
-                    shutil.copyfile(path, kept)
-                elif not filecmp.cmp(path, kept, shallow=False):
-                    raise UsageError(f"{path} is not what this run began with, which is {kept}")
-
-    def _introduce(self):
-        """Flags for the tabs Text and HParams, and a page that begins with what matters."""
-        from torch.utils.tensorboard.summary import hparams
-
-        rows = "\n".join(f"|{name}|{value}|" for name, value in flags_of(self.args).items())
-        self.writer.add_text("hyperparameters", f"|parameter|value|\n|-|-|\n{rows}")
-        flags = experiment_of(self.args).items()
-        plain = {x: y if isinstance(y, (bool, int, float)) else str(y) for x, y in flags}
-        metrics = "charts/clip_reward", "charts/success_rate", "charts/episodic_return"
-        # Without the first, which says what flags there are: TensorBoard would take that of one run
-        # for all, and DQN's are others than SAC's. Without the third, which says that it is over.
-        self.writer.file_writer.add_summary(hparams(plain, dict.fromkeys(metrics))[1])
-        panels = {title: ["Multiline", tags] for title, tags in CURVES.items()}
-        self.writer.add_custom_scalars({"the run": panels})
-
-    def _end_at_once(self, *received):
-        self._discard()
-        end_at_once(*received)
+            raise RunError(f"no run can be written to {args.runs_dir}: {error}") from error
+        sys.excepthook = self._failed
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
+        say(f"run folder {self.folder}", f"curves: tensorboard --logdir {args.runs_dir}")
 
     def _new_folder(self):
-        """One that this process has made, and no other."""
-        args = self.args
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = re.sub("[/:]", "_", name)
-        for number in itertools.count(1):
-            path = Path(args.runs_dir) / (name if number == 1 else f"{name}_{number}")
+        """Make runs/<env>__<exp>__<seed>__<time>, with _2, .. behind it if that is taken."""
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        for suffix in ("", *(f"_{i}" for i in range(2, 1000))):
+            folder = Path(self.args.runs_dir) / re.sub(r"[^\w.-]", "_", name + suffix)
             with contextlib.suppress(FileExistsError):
-                path.mkdir(parents=True)
-                return path
-
-    def _discard(self):
-        """Remove the folder of a new run that ended before it had anything to keep."""
-        new = self.folder and not self.args.resume
-        if new and not (self.history or checkpoints(self.folder)):
-            shutil.rmtree(self.folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                return folder
 
     def _lock(self):
-        """Keep others out for as long as this process lives. Raises UsageError."""
-        self.lock = (self.folder / "lock").open("a+")
+        """Lock the folder for as long as this process lives. Raises UsageError."""
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            lock = os.open(self.folder / "lock", flags, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.lock.seek(0)
-            holder = self.lock.read().strip()
-            raise UsageError(f"--resume {self.folder}: {holder} is writing to it") from None
+            raise UsageError(f"another process is writing to {self.folder}") from None
         except OSError as error:
             warn(f"{self.folder} cannot be locked ({error}); do not resume it while it runs")
-        self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self.lock.flush()
 
     def _newest_checkpoint(self):
-        """The newest that is whole and this run's. Raises UsageError if there is none."""
+        """Load the newest checkpoint that is whole; damaged ones are set aside."""
         for path in checkpoints(self.folder).values():
             try:
-                checkpoint = load_checkpoint(path)
-                was = checkpoint.get("flags", {"flags": 0})
-                was = was | flags_of(from_flags(type(self.args), was))  # older ones in today's form
-                if changed := changed_flags(was, self.args):
-                    raise UsageError(f"{path} is of another run: {', '.join(changed)} differ")
-                return checkpoint
+                return load_checkpoint(path)
             except UsageError as error:
-                aside = path.replace(f"{path}.damaged")
-                warn(f"{error}; it is {aside.name} now, and the one before it is used")
-        raise UsageError(f"--resume {self.folder}: no checkpoint in it is whole")
+                path.replace(f"{path}.damaged")
+                warn(f"{error}; it is {path.name}.damaged now, and the one before it is used")
+        raise UsageError(f"--resume {self.folder}: it has no whole checkpoints/step_<n>.pt")
 
     def _track(self):
         import wandb
 
-        args = self.args
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        names |= {"name": self.folder.name, "dir": self.folder}
-        identity = re.sub(r"[^\w-]", "_", self.folder.name, flags=re.ASCII)[-128:]
-        names |= {"id": identity, "resume": "allow"}  # one curve, also of a resumed run
-        hook = sys.excepthook  # wandb's would print a traceback before the one line
+        names = {"name": self.folder.name, "id": self.folder.name, "dir": self.folder}
+        # "allow": one curve, also of a resumed run
+        wandb.init(sync_tensorboard=True, config=flags_of(self.args), resume="allow", **names)
+
+    def restore(self, parts):
+        """With --resume, bring {name: module, optimiser, buffer or tensor} to what they were.
+        Optimiser settings (lr, fused, capturable) are not restored: they come from this run."""
+        if not self.restored:
+            return
         try:
-            wandb.init(sync_tensorboard=True, config=flags_of(args), **names)
-        except wandb.errors.Error as error:
-            raise UsageError(f"--track: {first_line(error)}") from error
-        sys.excepthook = hook
-
-    def start(self, learner, buffer, pool, envs, progress=None):
-        """Wait for the pool; keep from now on {name: network, optimiser or tensor}, the replay
-        buffer and what else counts, {name: value}; with --resume they become what they were. Of an
-        optimiser's settings, which are this run's and this device's, nothing changes. The processes
-        of `envs` are looked at when something ends the run."""
-        from tqdm import tqdm
-
-        self.learner, self.buffer, self.progress = learner, buffer, progress or {}
-        self.pool = pool if self.args.reward.reward == "clip" else None
-        if pool:
-            print(*pool.wait_ready().description, sep="\n")
-        gigabytes = sum(ring.nbytes for ring in buffer.rings) / 1e9
-        print(f"replay buffer ({gigabytes:.2f} GB) on {buffer.rings[0].device}")
-        self.processes = getattr(envs, "processes", [])
-        if saved := self.checkpoint:
-            for name, part in learner.items():
-                state = saved[name]
+            for name, part in parts.items():
+                state = self.restored[name]
                 if isinstance(part, torch.Tensor):
                     part.data.copy_(state)
                     continue
                 if "param_groups" in state:
                     state = state | {"param_groups": part.state_dict()["param_groups"]}
                 part.load_state_dict(state)
-            buffer.load_state_dict(saved["replay"])
-            self.progress.update(saved["progress"])
-            self.history, self.global_step = saved["history"], saved["global_step"]
-            if best := saved["best"]:  # the file may be of a later rollout, or damaged
-                self.best = copy.deepcopy(best)
-                write(self.folder / "checkpoints/best.pt", best)
-        self.checkpoint = None  # it maps the file, which would keep its space until the end
-        self.ends = self.global_step >= self.args.total_timesteps
-        self.began = time.perf_counter()
-        sys.stdout.reconfigure(line_buffering=True)  # a line per rollout in log files as well
-        options = {"unit": "step", "smoothing": 0.1, "disable": None}
-        self.bar = tqdm(total=self.args.total_timesteps, initial=self.global_step, **options)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
-        signal.signal(signal.SIGUSR1, self._save_soon)
-        print(f"run folder {self.folder}\ncurves: tensorboard --logdir {self.args.runs_dir}")
+        except (KeyError, RuntimeError) as error:
+            problem = " ".join(str(error).split())[:300]
+            raise UsageError(
+                f"the checkpoint does not fit these flags or networks: {problem}"
+            ) from error
+        self.rollout, self.best = self.restored["rollout"], copy.deepcopy(self.restored["best"])
+        if self.best:  # the file may be of a later rollout
+            write(self.folder / "checkpoints/best.pt", self.best)
+        self.saved_step, self.restored = self.step, {}  # it maps the file
 
-    def _stop(self, number, _):
-        if self.stopped and number == signal.SIGINT:  # SIGTERM may come from several who end a job
-            sys.exit(128 + number)
-        self.stopped = number
-        with contextlib.suppress(OSError):  # of `| tee`, which dies of the same Ctrl-C
-            os.write(2, b"\nstopping after this rollout; Ctrl-C once more to stop now\n")
+    def due(self, every, steps):
+        """Return whether the last `steps` passed a multiple of `every`, or ended the run."""
+        end = self.step >= self.args.total_timesteps
+        return every > 0 and (end or self.step % every < steps)
 
-    def _save_soon(self, *_):
-        self.save_soon = True
-
-    def goes_on(self):
-        """Whether there is one more rollout to do."""
-        self.good = self._state(copy.deepcopy), self.buffer.count
-        return not self.ends
-
-    def _state(self, copied=lambda state: state):
-        """What a checkpoint has, but for the replay buffer."""
-        learner = {}
-        for name, part in self.learner.items():
-            learner[name] = part.detach() if isinstance(part, torch.Tensor) else part.state_dict()
-        state = copied(learner | {"progress": self.progress})
-        state |= {"global_step": self.global_step, "history": self.history[:], "best": self.best}
-        return state | {"flags": experiment_of(self.args)}
-
-    def check_finite(self, seeds, observations, rewards):
-        """Raise RunError if an environment gave what is no number: observations [T + 1, N, O] and
-        rewards [T, N] of episodes that began with these seeds [N]."""
-        for name, values in ("observation", observations), ("reward", rewards):
-            if not (good := np.isfinite(values)).all():
-                t, n, *which = np.argwhere(~good)[0].tolist()
-                what = f"{name}{which or ''} of environment {n} is {values[t, n, *which]}"
-                when = f"{t} steps after it was reset with seed {seeds[n]}"
-                raise RunError(f"{what}, {when}")
-
-    def log(self, rewards, env_rewards, success, seconds, more, note):
-        """The end of a rollout: events, a line on the console, the bar. rewards (learned from) and
-        env_rewards (the environment's own) are [T, N], success [N] bool or None, seconds {what its
-        time went into: s}, more {tag: value}, note for the end of the line."""
-        for tag, value in more.items():
+    def log(self, scalars):
+        """Write {tag: value} to the event file, all but losses to the console as well. Raises
+        RunError for a NaN or infinity."""
+        for tag, value in scalars.items():
             if not math.isfinite(value):
-                raise RunError(f"{tag} is {value} after {self.global_step} steps")
-        if self.pool:
-            seconds = seconds | self.pool.timings
-            more = more | {"charts/worker_restarts": self.pool.restarts}
-        # decided once: a signal that comes later than this ends the next rollout
-        self.ends = bool(self.stopped) or self.global_step >= self.args.total_timesteps
-        self.history.append(float(rewards.mean()))
-        elapsed = time.perf_counter() - self.began
-        charts = {"SPS": (self.global_step - self.first_step) / elapsed}
-        charts["episodic_return"] = env_rewards.sum(0).mean()
-        if success is not None:
-            charts["success_rate"] = np.mean(success)
-        if self.args.reward.reward == "clip":
-            charts["episodic_clip_return"] = rewards.sum(0).mean()
-            charts["clip_reward"] = rewards.mean()
-        line = "  ".join(f"{name} {value:.4g}" for name, value in charts.items())
-        times = "  ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-        with contextlib.suppress(OSError):
-            self.bar.write(f"step {self.global_step:,}  {line}  {times}  {note}")
-            self.bar.update(self.global_step - self.bar.n)
-        scalars = {f"charts/{name}": value for name, value in charts.items()} | more
-        scalars |= {f"time/{name}": value for name, value in seconds.items()}
-        with self._dispensable("events"):
+                raise RunError(f"{tag} is {value} after {self.step} steps")
+        line = [f"{x.partition('/')[2]} {scalars[x]:.4g}" for x in scalars if x[:4] != "loss"]
+        say(f"step {self.step:,}/{self.args.total_timesteps:,}  {'  '.join(line)}")
+        with contextlib.suppress(OSError):  # of a full disk; a checkpoint will say so
             for tag, value in scalars.items():
-                self.writer.add_scalar(tag, value, self.global_step)
+                self.writer.add_scalar(tag, value, self.step)
 
-    @contextlib.contextmanager
-    def _dispensable(self, what):
-        """The run goes on without what cannot be written here, with one warning in all."""
-        try:
-            yield
-        except Exception as error:  # of the disk; of what draws the page, of wandb
-            if not self.warned:
-                warn(f"{what} could not be written: {first_line(error)}; the run goes on without")
-            self.warned = True
-            if not isinstance(error, (OSError, DiskError)):
-                return
-            with contextlib.suppress(OSError):  # the old one has ended with the error
-                if shutil.disk_usage(self.folder).free > 1e6:
-                    self.writer = type(self.writer)(self.folder)
+    @property
+    def speed(self):
+        """Environment steps per second since this process began, everything included."""
+        return (self.step - self.first_step) / (time.perf_counter() - self.began)
 
-    def due(self, every):
-        """Whether this rollout passed a multiple of `every`, or the run ends; never if it is 0."""
-        before = self.good[0]["global_step"]
-        return every > 0 and (self.ends or before // every != self.global_step // every)
-
-    def keep(self):
-        """checkpoints/step_<n>.pt, if it is due: all that --resume needs. Older ones are removed
-        as --keep-checkpoints says."""
-        if self.due(self.args.checkpoint_freq or math.inf) or self.save_soon:
-            self.save_soon = False
-            self._save(self._state())
-
-    def _save(self, state):
-        path = self.folder / f"checkpoints/step_{state['global_step']}.pt"
-        write(path, state | {"replay": self.buffer.state_dict()})
-        if kept := self.args.keep_checkpoints:
-            for old in list(checkpoints(self.folder).values())[kept:]:
-                old.unlink(missing_ok=True)
-        with self._dispensable("index.html"):
-            self.writer.flush()
-            write(self.folder / "index.html", make_page(self.folder, self.events).encode())
+    def check_finite(self, seeds, **arrays):
+        """Raise RunError for a NaN or infinity in arrays [T, N, ...] of episodes that began with
+        these seeds [N]."""
+        for name, array in arrays.items():
+            for t, n, *_ in np.argwhere(~np.isfinite(array))[:1]:
+                when = f"{t} steps after its reset with seed {seeds[n]}"
+                raise RunError(f"{name} of environment {n} is not finite {when}: {array[t, n]}")
 
     def keep_best(self, reward, **networks):
-        """checkpoints/best.pt: those networks whose rollout had the highest reward so far."""
+        """Save checkpoints/best.pt: the networks whose rollouts had the highest reward so far."""
         if not self.best or reward >= self.best["reward"]:
             state = {name: network.state_dict() for name, network in networks.items()}
-            state |= {"global_step": self.global_step, "reward": float(reward)}
-            self.best = copy.deepcopy(state)
-            with self._dispensable("best.pt"):  # it is in every checkpoint, too
-                write(self.folder / "checkpoints/best.pt", state)
+            self.best = copy.deepcopy(state) | {"global_step": self.step, "reward": float(reward)}
+            write(self.folder / "checkpoints/best.pt", self.best)
 
-    def save_video(self, frames, fps):
-        """frames [T, H, W, 3] uint8, several cameras' side by side, as videos/step_<n>.mp4, some
-        ten moments of it as a picture, and small in TensorBoard."""
-        from evaluation.figures import grid
+    def save(self, parts):
+        """Save checkpoints/step_<n>.pt, all that --resume needs, unless it is there; the newest two
+        stay. Raises RunError."""
+        if self.step == self.saved_step:
+            return
+        state = {"global_step": self.step, "rollout": self.rollout, "best": self.best}
+        for name, part in parts.items():
+            state[name] = part.detach() if isinstance(part, torch.Tensor) else part.state_dict()
+        write(self.folder / f"checkpoints/step_{self.step}.pt", state)
+        self.saved_step = self.step
+        for old in list(checkpoints(self.folder).values())[2:]:
+            old.unlink(missing_ok=True)
 
-        path = self.folder / f"videos/step_{self.global_step}.mp4"
-        with self._dispensable("a video"):
+    def video(self, frames, fps):
+        """Write frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, five moments of it as .png, and a
+        small GIF for TensorBoard."""
+        path = self.folder / f"videos/step_{self.step}.mp4"
+        try:
             egl_render.write_video(path, frames, fps)
-            across = -(-5 // max(1, frames.shape[2] // frames.shape[1]))
-            moments = np.linspace(0, len(frames) - 1, 10 - 10 % across).astype(int)
-            sheet = Image.fromarray(grid(frames[moments], across))
-            sheet.resize((1200, 1200 * sheet.height // sheet.width)).save(path.with_suffix(".png"))
-            thin = -(-frames.shape[1] // 400)  # TensorBoard takes GIFs: small ones
-            thumbnails = frames[:, ::thin, ::thin]
-            egl_render.add_video(self.writer, "videos/rollout", thumbnails, self.global_step, fps)
-            if self.args.track:
-                import wandb
+            moments = frames[np.linspace(0, len(frames) - 1, 5).astype(int)]
+            Image.fromarray(np.concatenate(list(moments), 1)).save(path.with_suffix(".png"))
+            thin = -(-frames.shape[1] // 400)
+            gif = frames[:, ::thin, ::thin]
+            egl_render.add_video(self.writer, "videos/rollout", gif, self.step, fps)
+        except (OSError, RuntimeError) as error:
+            warn(f"{path} could not be written: {first_line(error)}; the run continues without it")
 
-                wandb.log({"videos/rollout": wandb.Video(str(path), format="mp4")})
+    def _stop(self, number, _):
+        if self.stopped == number == signal.SIGINT:
+            end_now(number, _)
+        self.stopped = number
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nstopping after this rollout; Ctrl-C once more stops now\n")
+
+    def _how_to_resume(self):
+        command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
+        saved = next(iter(checkpoints(self.folder).values()), None)
+        return f"saved: {saved.name}; resume with: {command}" if saved else "nothing is saved"
 
     def _failed(self, kind, error, trace):
-        """sys.excepthook: saves what was good; one line of what ended the run and how to go on."""
-        sys.excepthook = excepthook
-        if self.good is None or kind is UsageError:
-            return excepthook(kind, error, trace)
-        self.bar.close()
-        cause = str(error) if issubclass(kind, RunError) else self._dead_environment(kind, error)
-        if cause is None:  # of an environment or a script that somebody writes
+        """sys.excepthook of a run: what went wrong, and how to resume."""
+        known = issubclass(kind, (UsageError, RunError))
+        if not known:
             sys.__excepthook__(kind, error, trace)
-            cause = f"{kind.__name__}: {first_line(error)}"
-        try:
-            if isinstance(error, NotFiniteError):
-                cause += f"; {self._save_scene(error)}"
-            state, count = self.good
-            if self.buffer.count != count:
-                self.buffer.undo()
-            if not isinstance(error, DiskError):
-                self._save(state)
-        except (DiskError, OSError) as second:
-            cause += f"; {second}"
-        print(f"error: {cause}; {self._how_to_go_on()}", file=sys.stderr)
-        sys.exit(1)
-
-    def _dead_environment(self, kind, error):
-        """Whose process died, and how, if that is what the error came from."""
-        if issubclass(kind, mp.TimeoutError):
-            return f"an environment hangs (--worker-timeout): {error}"
-        for n, process in enumerate(self.processes):
-            if issubclass(kind, (EOFError, ConnectionError)):
-                process.join(1)
-                if process.exitcode is not None:
-                    return f"the process of environment {n} {death(process.exitcode)}"
-        return None
-
-    def _save_scene(self, error):
-        path = self.folder / f"not_finite_{self.global_step}.npz"
-        np.savez(path, **{error.kind: error.scene})
-        Image.fromarray(error.frame).save(path.with_suffix(".png"))
-        return f"the scene is in {path} and .png"
-
-    def _how_to_go_on(self):
-        for path in checkpoints(self.folder).values():
-            return f"saved: {path.name}; go on with: {typed(sys.argv[0])} --resume {self.folder}"
-        return "nothing is saved"
+        cause = str(error) if known else f"{kind.__name__}: {first_line(error)}"
+        print(f"error: {cause}; {self._how_to_resume()}", file=sys.stderr)
+        sys.exit(2 if issubclass(kind, UsageError) else 1)
 
     def close(self):
-        """Close all files; say what was learned, where things are, and how to go on."""
-        self.bar.close()
-        with self._dispensable("events"):
+        """Close the event file; say where things are. After a signal, exit with its code."""
+        with contextlib.suppress(OSError):
             self.writer.close()
-        tenth = max(1, len(self.history) // 10)
-        first, last = np.mean(self.history[:tenth]), np.mean(self.history[-tenth:])
-        print(f"reward per step: {first:.4f} in the first tenth, {last:.4f} in the last")
-        print(f"videos and checkpoints are in {self.folder}")
-        if self.stopped and self.global_step < self.args.total_timesteps:
-            print(f"stopped; {self._how_to_go_on()}")
+        say(f"videos and checkpoints are in {self.folder}")
+        if self.stopped and self.step < self.args.total_timesteps:
+            say(f"stopped; {self._how_to_resume()}")
             sys.exit(128 + self.stopped)

@@ -25,7 +25,8 @@ import gymnasium
 import numpy as np
 
 import egl_render
-from egl_render import UsageError
+from clip_reward import UsageError
+from environments import classic
 
 REACH = 0.10  # m above the floor up to which contacts are looked for at all
 TOUCH = 0.06  # m: what is nearer is on the floor to the eye; a robot that rocks is never flat on it
@@ -259,7 +260,7 @@ def _judge_of(name, env_ids):
         return lambda states: HUMANOID[name](measure(states))
     if name == "cartpole":
         return _cart_pole
-    return lambda states: states[:, 0] >= egl_render.MOUNTAIN_GOALS[env_ids[0]]
+    return lambda states: states[:, 0] >= classic.MOUNTAIN_GOALS[env_ids[0]]
 
 
 TASKS = {
@@ -307,12 +308,33 @@ def _own_task(spec):
         function = runpy.run_path(path)[name]
     except Exception as error:  # whatever somebody's file raises
         raise UsageError(f"--judge {spec}: {error!r}; it is FILE.py:FUNCTION") from error
+    if not callable(function):
+        raise UsageError(f"--judge {spec}: {name} is not a function")
 
     def judge(states):
         verdict = np.asarray(function(states))
         if verdict.shape != (len(states),) or verdict.dtype != bool:
             made = f"{list(verdict.shape)} {verdict.dtype}"
-            raise UsageError(f"--judge {spec}: of {len(states)} states not [B] bool but {made}")
+            raise UsageError(f"--judge {spec}: for {len(states)} states not [B] bool but {made}")
         return verdict
 
     return Task(name, judge, " ".join((function.__doc__ or spec).split()))
+
+
+def episode_judge(spec, env_id, target_prompts, state):
+    """Return a function of states [T, N, S] -> success [N] bool: `spec` (--judge), or the judge of
+    the humanoid's task with this prompt; None if there is neither. An episode succeeds if half of
+    its steps do, as in the paper. It is tried on one state [S], so that it does not fail later."""
+    if spec is None and (
+        env_id in classic.CLASSIC_STATE_SIZES or not task_for(env_id, target_prompts)
+    ):
+        return None  # classic tasks have rules of their own, in `info`
+    task = find_task(spec, env_id, target_prompts)
+    if state is not None:
+        task.judge(np.stack([state, state]))
+
+    def success(states):
+        good_steps = task.judge(np.concatenate(states)).reshape(states.shape[:2])
+        return good_steps.mean(0) >= THRESHOLD
+
+    return success

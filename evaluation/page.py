@@ -4,20 +4,12 @@ disk and loads nothing but what lies in the run's folder."""
 import html
 import io
 import json
-import logging
 import shlex
 from pathlib import Path
 
-from training.flags import typed
+from environments import judges
+from training.run import CURVES, saved_flags, write
 
-CURVES = {  # title: scalars, as on the first page of TensorBoard's custom layout
-    "reward per step": ["charts/clip_reward"],
-    "share of successful episodes": ["charts/success_rate"],
-    "the environment's own return": ["charts/episodic_return"],
-    "loss of the values": "losses/qf1_loss losses/qf2_loss losses/td_loss".split(),
-    "loss of SAC's policy": ["losses/actor_loss"],
-    "seconds of a rollout": "time/physics_s time/wait_s time/update_s".split(),
-}
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{name}</title>
 <style>
@@ -28,27 +20,27 @@ pre {{ background: #f3f3f3; padding: .7rem; white-space: pre-wrap }}
 td {{ padding: 0 1.2rem 0 0; vertical-align: top; overflow-wrap: anywhere }}
 </style>
 <h1>{name}</h1>
-<p><b>{goal}</b> {pictures}<br>{steps:,} of {total:,} steps. {last}</p>
+<p><b>{goal}</b><br>{steps:,} of {total:,} steps. {last}</p>
 {curves}
 {films}
-<h2>Go on</h2><pre>{go_on}</pre>
+<h2>Resume</h2><pre>{resume}</pre>
 <h2>Judge</h2><pre>{judge}</pre>
 <h2>Flags</h2><table>{flags}</table>
 </html>
 """
 
 
-def events_of(folder):
-    """TensorBoard's reader of a folder's event files; `Reload()` reads what has come since."""
+def scalars_of(folder):
+    """Read {tag: ([step], [value])} from the event files of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # it would tell of a resumed run that it passes over what came after the checkpoint
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    series = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    return {tag: ([e.step for e in x], [e.value for e in x]) for tag, x in series.items()}
 
 
 def draw(scalars):
-    """The panels as SVG."""
+    """Draw the panels as SVG."""
     from matplotlib.figure import Figure
 
     drawn = {title: [x for x in tags if x in scalars] for title, tags in CURVES.items()}
@@ -72,7 +64,7 @@ def draw(scalars):
 
 
 def film(folder, title, video, sheet):
-    """A video and its contact sheet, as HTML."""
+    """Return a video and its contact sheet as HTML."""
     parts = [f"<h2>{html.escape(title)}</h2>"]
     width = "30rem" if video.parent.name == "videos" else "100%"  # several episodes side by side
     source = f'src="{video.relative_to(folder)}" style="width: {width}"'
@@ -84,31 +76,25 @@ def film(folder, title, video, sheet):
 
 
 def commands(folder, flags, steps):
-    """What goes on with the run, and what judges it."""
-    from evaluation import judges
-
-    script, where = flags.get("script", "SCRIPT.py"), shlex.quote(str(folder))
-    go_on = f"{typed(script)} --resume {where}"
+    """Return the commands that resume the run and that judge it."""
+    where = shlex.quote(str(folder))
+    script = Path(flags.get("script", "SCRIPT.py")).name
+    resume = f"python {shlex.quote(script)} --resume {where}"
     if steps >= flags["total_timesteps"]:
-        go_on += f" --total-timesteps {2 * flags['total_timesteps']}"
-    judge = Path(script).with_name("eval_epic.py")
-    if not judge.exists():
-        judge = Path(__file__).resolve().parent.parent / "eval_epic.py"
-    judge = f"{typed(judge)} success --run {where}"
-    if not (flags.get("judge") or judges.task_for(flags["env_id"], flags.get("target_prompt", ()))):
+        resume += f" --total-timesteps {2 * flags['total_timesteps']}"
+    judge = f"python eval_epic.py success --run {where}"
+    if flags.get("judge"):
+        judge += f" --judge {shlex.quote(flags['judge'])}"
+    elif not judges.task_for(flags["env_id"], flags.get("target_prompt", ())):
         judge += " --judge FILE.py:FUNCTION"
-    return go_on, judge
+    return resume, judge
 
 
-def make_page(folder, events=None):
-    """The page of the run in `folder` as it is now, HTML; `events` are its `events_of`."""
-    folder, films = Path(folder), []
-    flags = json.loads((folder / "args.json").read_text())
-    events = (events or events_of(folder)).Reload()
-    tags, scalars = events.Tags()["scalars"], {}
-    for tag in tags:
-        scalars[tag] = tuple(zip(*[(event.step, event.value) for event in events.Scalars(tag)]))
-    steps, last = max((steps[-1] for steps, _ in scalars.values()), default=0), []
+def write_page(folder):
+    """Write index.html into the folder of a run. Raises UsageError."""
+    folder, films, last = Path(folder), [], []
+    flags, scalars = saved_flags(folder), scalars_of(folder)
+    steps = max((steps[-1] for steps, _ in scalars.values()), default=0)
     for tag in ("charts/clip_reward", "charts/success_rate", "charts/episodic_return"):
         if tag in scalars:
             last.append(f"{tag.partition('/')[2]} {scalars[tag][1][-1]:.4g}")
@@ -119,25 +105,23 @@ def make_page(folder, events=None):
         if all(path.exists() for path in paths):
             films = [film(folder, f"{title} ({summary.parent.name})", *paths)]  # the newest
     for video in sorted(folder.glob("videos/step_*.mp4"), key=lambda x: int(x.stem[5:]))[-1:]:
-        title, sheet = f"While training: {video.stem}", video.with_suffix(".png")
-        films.append(film(folder, title, video, sheet))
-    rows = "".join(f"<tr><td>{x}<td>{html.escape(str(y))}" for x, y in flags.items())
+        title = f"While training: {video.stem}"
+        films.append(film(folder, title, video, video.with_suffix(".png")))
     goal = f"the reward of {flags['env_id']} itself"
     if flags["reward"] == "clip":
         goal = ", ".join([*flags["target_prompt"], *flags.get("target_image", ())])
-    goals = sorted(path.name for path in folder.glob("target_image_*"))
-    goals = [f'<img src="{name}" alt="the goal" style="height: 6rem">' for name in goals]
-    go_on, judge = commands(folder, flags, steps)
-    return PAGE.format(
-        name=html.escape(folder.name),
+    resume, judge = (html.escape(command) for command in commands(folder, flags, steps))
+    cells = {html.escape(str(x)): html.escape(str(y)) for x, y in flags.items()}
+    page = PAGE.format(
+        name=html.escape(folder.resolve().name),
         goal=html.escape(goal),
-        pictures=" ".join(goals),
         steps=steps,
         total=flags["total_timesteps"],
         last=html.escape(", ".join(last)),
         curves=draw(scalars),
         films="\n".join(films),
-        go_on=html.escape(go_on),
-        judge=html.escape(judge),
-        flags=rows,
+        resume=resume,
+        judge=judge,
+        flags="".join(f"<tr><td>{x}<td>{y}" for x, y in cells.items()),
     )
+    write(folder / "index.html", page.encode())

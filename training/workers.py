@@ -1,0 +1,329 @@
+"""Who scores, where: a pool of worker processes or Ray actors.
+
+pool = Pool(make_renderer, make_reward, ["cuda:0", "cuda:1"])
+for states in episode:         # [N, S] at every step
+    pool.put(states)           # full chunks leave for the workers at once
+rewards = pool.take()          # [T * N] float32 in the order of put; waits for the rest
+"""
+
+import collections
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+
+from clip_reward import RunError, Scorer, UsageError, first_line
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOADING = 600  # s that a worker has at least to import, draw and load its model
+
+
+@contextlib.contextmanager
+def stop_signals_blocked():
+    """Start processes in here: they never see a stop signal to the whole group. This process sees
+    it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # inherits that as well, and unblocks two of them here
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def kill_children() -> None:
+    """Kill every process that multiprocessing started here; none has anything to save."""
+    for process in mp.active_children():
+        process.kill()
+
+
+# atexit is too late: before it, concurrent.futures waits for chunks that nobody takes any more
+threading._register_atexit(kill_children)
+
+
+def warn(line: str) -> None:
+    """Print one line to stderr, if that is still open."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"WARNING: {line}\n".encode())
+
+
+class Pool:
+    """Workers that draw and score states in chunks of `batch_size`, two chunks with each.
+
+    No reward depends on which worker computed it. If a worker dies, or gives no answer for
+    `timeout` seconds, it is replaced and its chunks are done again; the second loss before `take`
+    raises RunError. Ray restarts its own actors as often as their process or node is gone; that
+    does not count. What a worker raises is raised here, with its traceback.
+
+    Args:
+        make_renderer, make_reward: as of `Scorer`; picklable.
+        devices: a worker each (none: a pool that is not used); or ["ray"], an actor per GPU of the
+            cluster (per CPU if it has no GPU), also of later nodes; or ["ray:N"], N actors.
+    Attributes:
+        timings: {"render_s", "clip_s"} of the last `take`: seconds, a worker's on average.
+        restarts: how many workers were replaced, by Ray or here.
+    """
+
+    def __init__(self, make_renderer, make_reward, devices, batch_size=64, timeout=600):
+        self.setup = make_renderer, make_reward
+        self.batch_size, self.timeout, self.timings = batch_size, timeout, {}
+        self.rows, self.queue = [], collections.deque()  # states; jobs (number, method, states, ..)
+        self.running, self.results = {}, {}  # {future: (worker, job or None)}; {number: result}
+        self.sent = self.lost = self.restarts = 0
+        self.workers, self.cluster = [], None
+        if devices and devices[0].startswith("ray"):
+            self.count, self.cluster = int(devices[0][4:] or 0), connect_to_ray()
+            self._grow()
+        else:
+            for device in devices:
+                self._start(LocalWorker(*self.setup, device))
+
+    def _grow(self):
+        """Start the actors that are still missing: of N, or of as many as the cluster has room."""
+        ray, kind = self.cluster
+        wanted = self.count or int(ray.cluster_resources().get(kind, 0))
+        while len(self.workers) < wanted:
+            self._start(RayWorker(ray, kind, self.setup, len(self.workers)))
+
+    def _start(self, worker):
+        if worker not in self.workers:
+            self.workers.append(worker)
+        worker.since, worker.hung, worker.room = (
+            time.monotonic(),
+            "",
+            0,
+        )  # no chunk before it loaded
+        self.running[worker.start()] = worker, None
+
+    def wait_ready(self) -> list[str]:
+        """Wait until every worker, or one of Ray's, has loaded -> lines on what they run on."""
+        enough = 1 if self.cluster else len(self.workers)
+        while sum(bool(worker.line) for worker in self.workers) < enough:
+            self._pump(seconds=1)
+        return [
+            f"{worker.name}: {worker.line or 'joins when it is ready'}" for worker in self.workers
+        ]
+
+    def put(self, states: np.ndarray) -> None:
+        """Hand in states [B, S], or frames [B, H, W, 3] uint8 if the pool has no renderer."""
+        self.rows += [*np.array(states)]  # a copy: the caller may use the array again
+        while len(self.rows) >= self.batch_size:
+            self._send("score", self.rows[: self.batch_size])
+            del self.rows[: self.batch_size]
+        self._pump(seconds=0)
+
+    def take(self) -> np.ndarray:
+        """Wait for the rewards [B, ...] float32 of all that was put since the last `take`."""
+        if self.rows:
+            self._send("score", self.rows)
+        self.rows = []
+        rewards, render_s, clip_s = zip(*self._collect() or [(np.empty(0, np.float32), 0, 0)])
+        count = len(self.workers)
+        self.timings = {"render_s": sum(render_s) / count, "clip_s": sum(clip_s) / count}
+        if self.cluster:
+            self._grow()
+        return np.concatenate(rewards)
+
+    def score(self, states: np.ndarray) -> np.ndarray:
+        """`put` and `take`."""
+        self.put(states)
+        return self.take()
+
+    def render(self, states: np.ndarray, size: int | None = None) -> np.ndarray:
+        """Draw states [B, S] -> [B, H, W, 3] uint8, as `Scorer.render`."""
+        self._send("render", states, size)
+        return self._collect()[0]
+
+    def _send(self, method, states, *more):
+        self.queue.append((self.sent, method, np.array(states), *more))
+        self.sent += 1
+
+    def _collect(self):
+        while len(self.results) < self.sent:
+            self._pump(seconds=1)
+        parts = [self.results.pop(number) for number in range(self.sent)]
+        self.sent = self.lost = 0
+        return parts
+
+    def _pump(self, seconds):
+        """Hand out chunks, wait so long for one to be done, collect, replace who is lost."""
+        while self.queue and (worker := max(self.workers, key=lambda worker: worker.room)).room:
+            job = self.queue.popleft()
+            if worker.room == 2:
+                worker.since = time.monotonic()
+            worker.room -= 1
+            self.running[worker.submit(*job[1:])] = worker, job
+        lost = {}
+        for future in wait(self.running, seconds, FIRST_COMPLETED).done:
+            worker, job = self.running[future]
+            try:
+                result = future.result()
+            except Exception as error:
+                if not worker.is_lost(error):
+                    raise getattr(error, "cause", error) from None  # Ray wraps what an actor raises
+                lost[worker] = error
+                continue
+            del self.running[future]
+            worker.since = time.monotonic()
+            if job:
+                self.results[job[0]], worker.room = result, worker.room + 1
+            else:
+                worker.line, worker.room = result, 2
+        for worker, error in lost.items():
+            self._replace(worker, error)
+        for worker, job in self.running.values():
+            limit = self.timeout if job else max(LOADING, self.timeout)
+            if time.monotonic() - worker.since > limit:
+                worker.hung = f"gave no answer for {limit} s (--worker-timeout)"
+                worker.since = time.monotonic()
+                warn(f"{worker.name} {worker.hung}; it is killed")
+                worker.kill()  # and lost in the next round
+
+    def _replace(self, worker, error):
+        theirs = [future for future, (owner, _) in self.running.items() if owner is worker]
+        jobs = [job for _, job in map(self.running.pop, theirs) if job]
+        self.queue.extendleft(reversed(jobs))
+        how = worker.hung or worker.death(error)
+        self.restarts += 1
+        self.lost += bool(worker.hung) or isinstance(worker, LocalWorker)
+        if self.lost > 1:
+            raise RunError(f"{worker.name} {how}: the second lost worker in one rollout") from None
+        warn(f"{worker.name} {how}; it is started again")
+        self._start(worker)
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.close()
+
+
+def _load(make_renderer, make_reward, device):
+    """Begin a worker's life: make its scorer -> a line on what it runs on."""
+    global scorer
+    if mp.parent_process():  # a Ray actor has none
+        with contextlib.suppress(AttributeError):  # Linux: end with the parent, however that ends
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if device == "cpu":
+        torch.set_num_threads(1)  # whatever the number of workers, the same sums in the same order
+        os.nice(10)  # physics first: it is what the next states wait for
+    # timm would import wandb: three seconds, and folders in /tmp that a killed worker leaves
+    sys.modules.setdefault("wandb", None)
+    scorer = Scorer(make_renderer, make_reward, device)
+    return scorer.description
+
+
+def _call(method, *args):
+    """Load, or call a method of the scorer. An exception arrives with its traceback as text: not
+    every one can be pickled."""
+    try:
+        return _load(*args) if method == "load" else getattr(scorer, method)(*args)
+    except (UsageError, RunError):
+        raise
+    except Exception:
+        raise RunError(f"a reward worker failed:\n{traceback.format_exc()}") from None
+
+
+class LocalWorker:
+    """A process of this machine: an executor of one."""
+
+    def __init__(self, *setup):
+        self.setup, self.name, self.line = setup, f"reward worker on {setup[-1]}", ""
+
+    def start(self):
+        before = set(mp.active_children())
+        self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))  # CUDA wants spawn
+        with stop_signals_blocked():
+            ready = self.executor.submit(_call, "load", *self.setup)
+        (self.process,) = set(mp.active_children()) - before
+        return ready
+
+    def submit(self, *job):
+        try:
+            return self.executor.submit(_call, *job)
+        except BrokenProcessPool as error:  # it died while it had nothing to do
+            failed = Future()
+            failed.set_exception(error)
+            return failed
+
+    def is_lost(self, error):
+        return isinstance(error, BrokenProcessPool)
+
+    def death(self, error):
+        return "died (was there too little memory?)"
+
+    def kill(self):
+        self.process.kill()
+
+    close = kill
+
+
+class Actor:
+    """What a Ray actor is. It loads at its first call, so that its errors are that call's."""
+
+    def __init__(self, *setup):
+        self.setup, self.line = setup, None
+
+    def call(self, *job):
+        self.line = self.line or f"{_call('load', *self.setup)}, at {socket.gethostname()}"
+        return _call(*job) if job else self.line
+
+
+class RayWorker:
+    """An actor of a Ray cluster, which starts it again wherever there is room."""
+
+    def __init__(self, ray, kind, setup, number):
+        self.ray, self.name, self.line = ray, f"Ray actor {number}", ""
+        options = {"max_restarts": -1, f"num_{kind.lower()}s": 1}
+        device = "cuda:0" if kind == "GPU" else "cpu"  # the one GPU that Ray lets it see
+        self.actor = ray.remote(**options)(Actor).remote(*setup, device)
+
+    def start(self):
+        return self.actor.call.options(max_task_retries=-1).remote().future()
+
+    def submit(self, *job):
+        return self.actor.call.remote(*job).future()
+
+    def is_lost(self, error):
+        errors = self.ray.exceptions
+        return isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
+
+    def death(self, error):
+        return f"is gone ({first_line(error)})"
+
+    def kill(self):
+        self.ray.kill(self.actor, no_restart=False)
+
+    def close(self):
+        self.ray.kill(self.actor)
+
+
+def connect_to_ray():
+    """Connect to the cluster of RAY_ADDRESS or `ray start`, else start one on this machine -> (ray,
+    "GPU" or, where it has none, "CPU"); waits for its first node. Raises UsageError."""
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # 40 s for an address without a cluster
+    try:
+        import ray
+    except ImportError:
+        raise UsageError('--reward-devices ray needs Ray: pip install ".[ray]"') from None
+    if not ray.is_initialized():
+        try:
+            ray.init(logging_level="error", log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = "it is RAY_ADDRESS, or what `ray start` left here and `ray stop` removes"
+            raise UsageError(f"--reward-devices ray: {error}; {where}") from error
+    while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():
+        warn("the Ray cluster has neither GPU nor CPU yet; waiting for its first node")
+        time.sleep(10)
+    return ray, "GPU" if "GPU" in has else "CPU"
