@@ -1,4 +1,4 @@
-"""What a picture is worth: how well CLIP finds it to fit a sentence.
+"""What a picture is worth: how well it fits a sentence, according to CLIP.
 
     clip = load_clip("ViT-B-32/laion2b_s34b_b79k", device="cuda:0")
     reward = CLIPReward(clip, ["a humanoid robot kneeling"], ["a humanoid robot"], alpha=0.5)
@@ -22,9 +22,9 @@ from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-# Set before torch is imported. Threads that spin while they wait are quickest on an idle machine,
-# but beside reward workers on the same cores updates fall from 65 to 1 a second; with this bound to
-# 36 (2 cores, batch 256; docs/speed.md).
+# Set before torch is imported. Threads that spin while they wait are fastest on an idle machine,
+# but beside a busy process on the same cores SAC's updates fall from 65 a second to 1; with this
+# bound they are 36 (2 cores, batch 256; docs/speed.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # errors of flags stay short
 
@@ -62,11 +62,11 @@ class RewardArgs:
     target_prompt: tuple[str, ...] = ()
     """what to do, in words; several prompts are averaged"""
     baseline_prompt: tuple[str, ...] = ()
-    """what the scene shows anyway, used by --reward-alpha; several are averaged (default: "a
+    """what every picture of the scene shows, for --reward-alpha; several are averaged (default: "a
     humanoid robot" for the humanoid)"""
     target_image: tuple[str, ...] = ()
-    """pictures of the goal, beside words or instead of them; use square ones like the frames,
-    because a model may crop to the centre"""
+    """files of pictures of the goal, in addition to words or instead of them; square like the
+    frames, because a model may crop to the centre"""
     reward_alpha: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """strength of goal-baseline regularisation, from 0 (plain cosine) to 1"""
     reward: Literal["clip", "ground-truth"] = "clip"
@@ -97,11 +97,12 @@ class RewardArgs:
         there = ["cpu", *cuda_devices()]
         if unknown := " ".join(name for name in named if name not in there):
             here = ", ".join(there)
-            raise UsageError(f"--reward-devices {unknown}: here are {here}; or ray, ray:N alone")
+            raise UsageError(f"--reward-devices {unknown}: this machine has {here}; or ray, ray:N")
         return named or there[1:] or ["cpu"] * min(4, os.cpu_count() or 1)
 
     def check(self) -> None:
-        """Raise UsageError for what cannot work before anything slow starts; download the model."""
+        """Check what can be checked before anything slow starts, and download the model. Raises
+        UsageError."""
         if self.reward != "clip":
             return
         targets = self.target_prompt + self.target_image
@@ -136,7 +137,7 @@ def cuda_devices() -> list[str]:
             torch.cuda.init()
     except RuntimeError as error:
         cause = f"the CUDA driver does not start ({first_line(error)})"
-        raise UsageError(f"{count} GPUs, but {cause}; or use --reward-devices cpu") from error
+        raise UsageError(f"{count} GPUs, but {cause}; without: --reward-devices cpu") from error
     return [f"cuda:{i}" for i in range(count)]
 
 
@@ -154,11 +155,11 @@ def check_lengths(tokenizer: Callable, prompts: Sequence[str]) -> None:
     for text in prompts:
         shorter = re.sub(r"\w\W*$", "", text)  # without its last letter
         if shorter != text and torch.equal(tokenizer([text]), tokenizer([shorter])):
-            raise UsageError(f"the prompt {text[:40]!r}.. is too long: its end would not be read")
+            raise UsageError(f"the prompt {text[:40]!r}.. is too long: the model ignores its end")
 
 
 def load_image(path: str | Path) -> np.ndarray:
-    """Read a picture as [H, W, 3] uint8, turned by its EXIF tag, on white. Raises UsageError."""
+    """Read a picture, turned by its EXIF tag, on white -> [H, W, 3] uint8. Raises UsageError."""
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)
@@ -254,7 +255,7 @@ def resolve(name: str) -> tuple[str, str | None]:
 
 def ensure_downloaded(name: str) -> None:
     """Download weights and tokenizer if they are not in the cache, once for all workers. Raises
-    UsageError for what cannot be had, with what to do offline."""
+    UsageError, which says what to do offline."""
     arch, tag = resolve(name)
     if arch.startswith("local-dir:"):
         return
@@ -292,7 +293,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if precision not in dtypes:
         raise UsageError(f"--clip-precision must be auto, {', '.join(dtypes)}; not {precision!r}")
-    if precision == "fp32":  # by default cuDNN would round what it convolves to TF32's 10 bits
+    if precision == "fp32":  # by default cuDNN rounds the inputs of convolutions to TF32's 10 bits
         torch.backends.cudnn.allow_tf32 = False
     ensure_downloaded(name)
     arch, tag = resolve(name)
@@ -312,13 +313,13 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
 
         # MobileCLIP's branches become one convolution each: 73 ms a frame on a CPU instead of 110
         model.visual = reparameterize_model(model.visual)
-    if hasattr(model.visual, "layer1"):  # a residual network: on the CPU 1.18 times as fast, with
-        fused = fuse(model.visual)  # each convolution and the batch norm behind it in one
-        for attribute in ("image_size", "preprocess_cfg"):  # what open_clip asks for
+    if hasattr(model.visual, "layer1"):  # a residual network
+        fused = fuse(model.visual)  # batch norms into convolutions: 1.18 times as fast on the CPU
+        for attribute in ("image_size", "preprocess_cfg"):  # open_clip reads them
             setattr(fused, attribute, getattr(model.visual, attribute))
         model.visual = fused.to(memory_format=torch.channels_last)  # as the frames come
     model.visual.to(dtypes[precision])  # before the move: the device never holds it in float32
-    model.visual.to(device)  # and nothing else: of ViT-bigG-14 the text tower is a quarter
+    model.visual.to(device)  # not the text tower, which is a quarter of ViT-bigG-14
     return LoadedCLIP(model, tokenizer, preprocess, device, dtypes[precision])
 
 
@@ -333,8 +334,8 @@ class CLIPReward(nn.Module):
 
         R(s) = 1 - 1/2 || alpha proj_L(s) + (1 - alpha) s - g ||^2
 
-    alpha = 0 with one target prompt is the plain cosine similarity s . g. A state seen by several
-    cameras is worth the mean of its pictures.
+    alpha = 0 with one target prompt is the plain cosine similarity s . g. The reward of a state
+    that several cameras see is the mean over its pictures.
 
     Args:
         clip: LoadedCLIP. It is not changed and can serve other rewards.
@@ -413,7 +414,7 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> CLIPReward
 
 # ------------------------------------------------------------------------------ on one device
 
-SUB_BATCH = 16  # frames drawn before a GPU gets them, while it scores those before
+SUB_BATCH = 16  # frames that are drawn while a GPU scores the previous ones
 
 
 class Scorer:
@@ -459,7 +460,7 @@ class Scorer:
                 else:
                     frames = torch.from_numpy(batch)
                 render_s += time.perf_counter() - drawing
-                # a GPU takes this up and returns at once: the next batch is drawn meanwhile
+                # on a GPU this returns at once, and the next batch is drawn meanwhile
                 rewards.append(self.reward(frames.to(self.device, non_blocking=True)))
             result = (
                 torch.cat(rewards).float().cpu().numpy() if rewards else np.empty(0, np.float32)

@@ -82,7 +82,7 @@ class Args(RunArgs):
     gradient_steps: PositiveInt = 200
     """updates after each rollout (num_envs * episode_length steps; fewer after a shorter one)"""
     target_network_frequency: PositiveInt = 200
-    """updates between those of the target network"""
+    """updates of the network between two of the target network"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """target smoothing coefficient; 1: a copy"""
     double: bool = True
@@ -98,9 +98,9 @@ class Args(RunArgs):
     layer_norm: bool = False
     """layer norm in the hidden layers, against values that diverge (not in the paper)"""
     start_e: Share = 1.0
-    """epsilon at first (it changes between rollouts)"""
+    """initial epsilon (constant within a rollout)"""
     end_e: Share = 0.04
-    """epsilon in the end"""
+    """final epsilon"""
     exploration_fraction: Share = 0.16
     """fraction of total_timesteps over which epsilon falls from start_e to end_e"""
 
@@ -117,7 +117,7 @@ def make_env(args: Args):
     """Return a function that makes one environment."""
 
     def thunk():
-        # no time limit; the checker would complain of angles beyond 24 degrees
+        # no time limit; the checker would warn about angles beyond 24 degrees
         env = gym.make(args.env_id, max_episode_steps=-1, disable_env_checker=True)
         return classic.OriginalTask(env) if args.terminate else TASKS[args.env_id](env)
 
@@ -135,9 +135,9 @@ def check_args(args: Args) -> None:
     rollout, clip = args.num_envs * args.episode_length, args.reward.reward == "clip"
     late = args.learning_starts > max(rollout, args.total_timesteps)
     problems = {
-        f"--env-id {args.env_id}: here are {' and '.join(TASKS)}; for continuous actions use "
+        f"--env-id {args.env_id}: this has {' and '.join(TASKS)}; for continuous actions use "
         "sac_clip_humanoid.py": args.env_id not in TASKS,
-        "--terminate tells about the task: use --reward ground-truth": args.terminate and clip,
+        "--terminate gives the task away: use --reward ground-truth": args.terminate and clip,
         f"--camera-azimuth: {args.env_id} has no camera": args.render.camera_azimuth,
         f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
         f"--learning-starts {args.learning_starts} is never reached": late,
@@ -190,7 +190,7 @@ class ReplayBuffer:
         self.count += len(slots)
 
     def state_dict(self):
-        # torch.save writes all that lies behind a slice, hence the copies
+        # copies, because torch.save would write the whole ring behind a slice
         return {"count": self.count, "rings": [ring[: self.count].clone() for ring in self.rings]}
 
     def load_state_dict(self, state):
@@ -207,12 +207,12 @@ class ReplayBuffer:
 
 
 def update(batch, q_network, target_network, optimizer, args: Args):
-    """One step on the Bellman error (Huber's) -> loss and mean value [2]."""
+    """One step on the Huber loss of the Bellman error -> loss and mean value [2]."""
     observations, next_observations, actions, rewards, terminations = batch
     with torch.no_grad():
         next_values = target_network(next_observations)
-        # The maximum of one network's own errors is too high (values of 150 on CartPole, where no
-        # policy gets above 100). Double DQN: one network chooses, the other evaluates.
+        # The maximum over one network's noisy values is too high (150 on CartPole, where no policy
+        # gets above 100). Double DQN: one network chooses, the other evaluates.
         choosing = q_network(next_observations) if args.double else next_values
         next_values = next_values.gather(1, choosing.argmax(1, keepdim=True)).squeeze(1)
         # The end of an episode is a time limit, that is a truncation: the value of its last state
@@ -228,7 +228,7 @@ def update(batch, q_network, target_network, optimizer, args: Args):
 
 
 def make_learner(args: Args, observation_dim, action_space, device):
-    """The two networks and the optimiser by name."""
+    """Return the two networks and the optimiser by name."""
     q_network, target_network = (
         QNetwork(observation_dim, action_space, args).to(device) for _ in range(2)
     )
@@ -236,7 +236,7 @@ def make_learner(args: Args, observation_dim, action_space, device):
     target_network.requires_grad_(False)
     optimizer = torch.optim.Adam(
         q_network.parameters(),
-        lr=torch.tensor(args.learning_rate, device=device),  # compiling makes numbers constants
+        lr=torch.tensor(args.learning_rate, device=device),  # a float would be compiled in
         fused=True,
         capturable=args.compile and device.type == "cuda",  # by a CUDA graph
     )
@@ -248,17 +248,17 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
     return start + (end - start) * min(1.0, step / max(1, duration))
 
 
-BEST_WINDOW = 5  # rollouts in a row whose mean reward is compared to choose checkpoints/best.pt
+BEST_WINDOW = 5  # best.pt has the highest mean reward over this many rollouts in a row
 
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
     use_clip, T, N = args.reward.reward == "clip", args.episode_length, args.num_envs
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms want it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
-    torch.set_flush_denormal(True)  # Adam's averages of dead units would slow a CPU a hundredfold
-    torch.set_num_threads(1)  # such small products: 596 updates/s, with two threads 370 (2 cores)
+    torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
+    torch.set_num_threads(1)  # products this small are faster with one
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -289,7 +289,7 @@ if __name__ == "__main__":
     updates = torch.zeros((), dtype=torch.int64)
     scores = torch.full((BEST_WINDOW,), math.nan)  # mean rewards of the learned policy's rollouts
     saved = learner | {"replay": buffer, "updates": updates, "scores": scores}
-    run.restore(saved)  # with --resume: as they were
+    run.restore(saved)  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout): a resumed run continues as the
@@ -318,7 +318,7 @@ if __name__ == "__main__":
             states[t] = np.stack(infos["states"])
             if use_clip:
                 pool.put(states[t])
-            valid[t] = ~infos.get("over", np.zeros(N, bool))  # with --terminate: before this step
+            valid[t] = ~infos.get("over", np.zeros(N, bool))  # with --terminate: until the end
             terminations[t] = infos.get("terminated", 0)
             if not valid[t].any():
                 break
@@ -378,6 +378,6 @@ if __name__ == "__main__":
         if run.due(args.checkpoint_freq, steps):
             run.save(saved)
 
-    run.save(saved)  # also of a run that was stopped
+    run.save(saved)  # a stopped run, too
     envs.close()
     run.close()

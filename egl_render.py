@@ -39,7 +39,7 @@ _device = "cpu"  # the torch device that setup_gl bound this process to
 
 def setup_gl(device: object = "cpu") -> None:
     """Bind MuJoCo's drawing to a torch device, "cpu" or "cuda:i", by environment variables, before
-    mujoco is imported. A MUJOCO_GL that is set stays. mujoco.egl orders devices as CUDA does."""
+    mujoco is imported. If MUJOCO_GL is set, it stays. mujoco.egl orders devices as CUDA does."""
     global _device
     _device = str(device)
     # Mesa and triton (which torchvision imports) each bring an LLVM. Loading triton's second is a
@@ -49,7 +49,7 @@ def setup_gl(device: object = "cpu") -> None:
     # Handing a small picture to Mesa's threads costs more than they save: 64 px in light quality
     # take 1.3 times the CPU time with two of them.
     os.environ.setdefault("LP_NUM_THREADS", "0")
-    if _device.startswith("cuda"):  # over what a worker inherits from its parent, on another GPU
+    if _device.startswith("cuda"):  # a worker inherits its parent's, which may be another GPU
         os.environ["MUJOCO_EGL_DEVICE_ID"] = _device.partition(":")[2] or "0"
     if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
         # importing mujoco for a library that is not there would fail
@@ -77,7 +77,7 @@ def gl_renderer() -> str:
         context.make_current()
         name = glGetString(GL_RENDERER).decode()
         context.free()
-    except Exception as error:  # by library and platform, there are many ways to have none
+    except Exception as error:  # its type depends on library and platform
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UsageError(f"no OpenGL to draw with ({reason}); type: {INSTALL_GL}") from error
     if _device != "cpu" and "MUJOCO_EGL_DEVICE_ID" not in os.environ and not is_software(name):
@@ -98,7 +98,7 @@ def quiet_mujoco() -> None:
     mujoco.set_mju_user_warning(
         lambda text: None if "deprecated" in text else print(f"MuJoCo: {text}", file=sys.stderr)
     )
-    warnings.filterwarnings("ignore", ".* is deprecated", UserWarning)  # MjSpec.compile's way
+    warnings.filterwarnings("ignore", ".* is deprecated", UserWarning)  # from MjSpec.compile
 
 
 Metres = Annotated[float, Interval(gt=-1e6, lt=1e6)]
@@ -116,11 +116,11 @@ class RenderArgs:
     """realistic sky, stone floor and sunlight, a humanoid of metal, MountainCar as a landscape;
     otherwise Gymnasium's own look"""
     camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
-    """metres from the point looked at. These four replace the values of the paper's camera (for
-    the humanoid) or the task's own"""
+    """metres from the point looked at. These four flags replace values of the paper's camera (for
+    the humanoid) or of the task's own"""
     camera_azimuth: tuple[Annotated[float, Interval(ge=-360, le=360)], ...] = ()
-    """degrees around the vertical axis; several draw each state from each (their rewards' mean
-    counts), which costs as many times CLIP"""
+    """degrees around the vertical axis. With several, each state is drawn from each, and its reward
+    is their mean; each costs CLIP once more"""
     camera_elevation: Annotated[float | None, Interval(ge=-360, le=360)] = None
     """degrees, negative looks down"""
     camera_lookat: tuple[Metres, Metres, Metres] | None = None
@@ -151,8 +151,9 @@ CAMERA_VALUES = ("distance", "azimuth", "elevation", "lookat")
 
 
 def env_camera(env: Any) -> Camera:
-    """Return the `Camera` of a Gymnasium MuJoCo environment's own `render()`. A task that names no
-    lookat looks at the median of its geoms in its first picture; here in qpos0, for all alike."""
+    """Return the `Camera` of a Gymnasium MuJoCo environment's own `render()`. If a task names no
+    lookat, Gymnasium takes the median of its geoms in the first picture; here it is that of qpos0,
+    the same for every environment."""
     import mujoco
 
     env = env.unwrapped
@@ -180,7 +181,7 @@ def choose_camera(args: RenderArgs, env: Any) -> Camera | list[Camera]:
     values = {name: getattr(args, f"camera_{name}") for name in CAMERA_VALUES}
     given = {name: value for name, value in values.items() if value not in (None, ())}
     if camera.fixed_id >= 0 and not given:
-        return camera  # of the model's own, which has its own way to track
+        return camera  # one of the model's own, which tracks in its own way
     slides = (model.jnt_type == joint.mjJNT_SLIDE) & (model.jnt_limited == 0)
     endless = slides | (model.jnt_type == joint.mjJNT_FREE)
     tracked = int(model.jnt_bodyid[0]) if endless[:1].any() else -1
@@ -192,25 +193,25 @@ def choose_camera(args: RenderArgs, env: Any) -> Camera | list[Camera]:
 
 # ------------------------------------------------------------------------------ MuJoCo
 
-# Light quality, for software GL. There the time goes into shadow maps, reflections, multisampling
-# and vertices, the floor's above all: without the first three, at 64 px in CPU time, MuJoCo's floor
-# costs 3.7 ms a frame and this one 0.9, and the rewards are the same.
+# Light quality, for software GL, where shadow maps, reflections, multisampling and vertices (most
+# of them the floor's) take the time. At 64 px without the first three a frame takes 3.7 ms of CPU
+# time with MuJoCo's floor and 0.9 with this one; rewards rank states as well (docs/speed.md).
 SLICES, STACKS = 14, 8  # facets around and along a capsule or sphere (MuJoCo: 28, 16)
 FLOOR_CELLS = 20  # squares along a plane's side (MuJoCo: up to 200)
 
 
 def _coarse_sizes(model):
-    """[ngeom, 3] sizes of `model`'s geoms, where planes have at most FLOOR_CELLS squares a side:
-    a finite plane's squares are as large as its third number says."""
+    """Return sizes [ngeom, 3] of the geoms in which planes have at most FLOOR_CELLS squares a side.
+    (The third size of a finite plane is that of its squares.)"""
     import mujoco
 
     sizes = model.geom_size.copy()
-    sight = 2 * model.vis.map.zfar * model.stat.extent  # so far that no corner is ever seen
+    sight = 2 * model.vis.map.zfar * model.stat.extent  # so large that no corner is ever seen
     for geom in np.flatnonzero(model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE):
         size, material = sizes[geom], model.geom_matid[geom]
         for axis in np.flatnonzero(size[:2] <= 0):
-            # The texture of a finite plane starts at its corner, that of an infinite one in its
-            # middle: the same pattern where half a side is an odd number of repeats.
+            # The texture of a finite plane starts at its corner, that of an infinite one at its
+            # centre: the pattern is the same if half a side is an odd number of repeats.
             repeat = model.mat_texrepeat[material, axis] if material >= 0 else 0
             tile = 1 / repeat if repeat > 0 else sight
             size[axis] = tile * (2 * math.ceil(sight / tile / 2) + 1)
@@ -262,8 +263,8 @@ class MujocoRenderer:
             model.vis.quality.numslices, model.vis.quality.numstacks = SLICES, STACKS
             model.mat_reflectance[:] = 0
             sizes = _coarse_sizes(model)
-        # The squares of a plane are made here, once. The model's planes stay infinite, so that
-        # MuJoCo keeps their middle near the camera, and what it is to draw gets the new sizes.
+        # A plane's squares are made here, once. The model's planes stay infinite, so that MuJoCo
+        # keeps their centre near the camera; the new sizes go to the scene that is drawn.
         model.geom_size[:] = sizes
         self._renderer = mujoco.Renderer(model, size, size, max_geom=1000)
         model.geom_size[:] = kept
@@ -274,7 +275,7 @@ class MujocoRenderer:
         self._planes = [(geom, sizes[geom.objid]) for geom in geoms if geom.type == plane]
 
     def _view(self, camera):
-        """mujoco.MjvCamera of a `Camera` for the state that `data` has."""
+        """Return the mujoco.MjvCamera of a `Camera` for the state in `data`."""
         import mujoco
 
         view = mujoco.MjvCamera()
@@ -313,8 +314,8 @@ class MujocoRenderer:
     def _draw(self, view, picture):
         import mujoco
 
-        # MuJoCo centres infinite planes below the camera that the scene has: this picture's, or a
-        # pixel would depend on which picture was drawn before
+        # MuJoCo centres infinite planes below the scene's camera. It has to be this picture's, or
+        # pixels would depend on which picture was drawn before
         mujoco.mjv_updateCamera(self.model, self.data, view, self._renderer.scene)
         self._renderer.update_scene(self.data, view)
         for geom, size in self._planes:
@@ -357,8 +358,8 @@ def load_picture(name: str) -> np.ndarray:
 
 def textured_model(xml_path: str | Path, look: Scene | None = None) -> "mujoco.MjModel":
     """Compile the MuJoCo model at `xml_path` with the sky, floor and light of a `Scene`. The
-    humanoid becomes a robot of metal; other bodies keep their own look. Physics do not change by a
-    bit."""
+    humanoid becomes a robot of metal; other bodies keep their own look. The physics stay the same
+    to the bit."""
     import mujoco
 
     quiet_mujoco()
@@ -384,14 +385,14 @@ def textured_model(xml_path: str | Path, look: Scene | None = None) -> "mujoco.M
     for geom in spec.worldbody.geoms:
         if geom.type == mujoco.mjtGeom.mjGEOM_PLANE:
             geom.material, geom.rgba = "clip_stone", [1, 1, 1, 1]
-            geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; contacts never ended anyway
+            geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; contacts have no edge anyway
     if spec.modelname.startswith("humanoid"):
         _make_metal(spec, np.append(look.dark, 1.0))
     azimuth, height = np.radians([look.sun_azimuth, look.sun_height])
     across = np.cos(height)
     sun = -np.array([np.cos(azimuth) * across, np.sin(azimuth) * across, np.sin(height)])
     robot = spec.worldbody.first_body() or spec.worldbody
-    robot.add_light(  # travels with the robot, so that it stays inside the shadow map
+    robot.add_light(  # moves with the robot, which so stays inside the shadow map
         name="clip_sun",
         mode=mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM,
         type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL,
@@ -434,7 +435,7 @@ def _make_metal(spec, dark):
 
 def write_video(path: str | Path, frames: np.ndarray, fps: float) -> None:
     """Write frames [T, H, W, 3] uint8 as H.264 mp4, renamed into place when it is whole. The codec
-    wants even heights and widths: odd ones lose a line."""
+    needs even heights and widths: odd ones lose a line."""
     import imageio.v2 as imageio
 
     path = Path(path)

@@ -65,7 +65,7 @@ class Args(RunArgs):
     total_timesteps: PositiveInt = 10_000_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 32
-    """parallel environments, one process each (Humanoid-v5, MountainCarContinuous: in this one)"""
+    """parallel environments, a process for each (Humanoid-v5, MountainCarContinuous: all in one)"""
     episode_length: PositiveInt = 100
     """steps of every episode, none ends earlier; a rollout is one episode of each environment"""
     buffer_size: PositiveInt = 1_000_000
@@ -74,7 +74,7 @@ class Args(RunArgs):
     """discount factor"""
     n_step: PositiveInt = 1
     """n-step returns: rewards that a target sums before it bootstraps (Sutton and Barto 2018,
-    chapter 7; not in the paper). Entropy counts in every nth step only"""
+    chapter 7; not in the paper). Only the entropy of the state it bootstraps from counts"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """target smoothing coefficient, per update"""
     batch_size: PositiveInt = 512
@@ -98,7 +98,7 @@ class Args(RunArgs):
     autotune: bool = True
     """tune the entropy coefficient to a policy entropy of -dim(actions)"""
     entropy_coef: Annotated[float, Interval(ge=0, lt=1e6)] = 1.0
-    """entropy coefficient; with --autotune its first value"""
+    """entropy coefficient; with --autotune its initial value"""
 
     def __post_init__(self):
         if not self.reward.baseline_prompt and self.env_id.startswith("Humanoid"):
@@ -109,17 +109,18 @@ MOUNTAIN_CAR = "MountainCarContinuous-v0"
 
 
 def state_of(env):
-    """Return what the task is drawn from, [S] float64, or None if only by its own render()."""
+    """Return the state [S] float64 that pictures are drawn from, or None for a task that only its
+    own render() can draw."""
     task = env.unwrapped
     if hasattr(task, "data"):  # MuJoCo's
         return np.concatenate([task.data.qpos, task.data.qvel])
     return np.array(task.state, np.float64) if task.spec.id == MOUNTAIN_CAR else None
 
 
-@functools.cache  # it makes an environment
+@functools.cache  # making an environment takes time
 def describe_env(env_id: str):
-    """Return the first state of a task, as `state_of`. Raises UsageError for one that does not
-    exist or that SAC cannot learn."""
+    """Return a first state of the task, as `state_of` does. Raises UsageError if the task does not
+    exist or SAC cannot learn it."""
     egl_render.quiet_mujoco()
     try:
         env = gym.make(env_id)
@@ -145,7 +146,7 @@ def check_args(args: Args) -> None:
         f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
         f"--learning-starts {args.learning_starts} is never reached": late,
         f"--judge: {args.env_id} has no states to judge": args.judge and no_state,
-        f"--camera-azimuth: {args.env_id} has none": args.render.camera_azimuth and no_camera,
+        f"--camera-azimuth: {args.env_id} has no camera": args.render.camera_azimuth and no_camera,
     }
     for problem in filter(problems.get, problems):
         raise UsageError(problem)
@@ -164,7 +165,7 @@ class EndlessEpisodes(gym.Wrapper):
     def step(self, action):
         try:
             observation, reward, _, _, info = self.env.step(action)
-        except Exception:  # Gymnasium waits forever for one that cannot be pickled
+        except Exception:  # one that cannot be pickled would make Gymnasium wait forever
             raise RuntimeError(f"the environment failed:\n{traceback.format_exc()}") from None
         info = {key: info[key] for key in info if key == "success"}
         state = state_of(self)
@@ -189,13 +190,13 @@ def make_env(args: Args):
         kwargs = {"max_episode_steps": -1}  # no time limit
         if frames:
             kwargs["render_mode"] = "rgb_array"
-        try:  # with True, v4 tasks pay for health whatever the robot does
+        try:  # True would make v4 tasks pay the healthy reward in every state
             env = gym.make(args.env_id, terminate_when_unhealthy=False, **kwargs)
         except TypeError:  # a task without health
             env = gym.make(args.env_id, **kwargs)
         if args.env_id == MOUNTAIN_CAR:
             env = classic.MountainCarTask(env)
-        if len(env.observation_space.shape or ()) != 1:  # pictures, or a Dict of several
+        if len(env.observation_space.shape or ()) != 1:  # observations are pictures or a Dict
             env = gym.wrappers.FlattenObservation(env)
         return EndlessEpisodes(env, args.render.render_size)
 
@@ -235,8 +236,8 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
 
 
 class RunningNorm(nn.Module):
-    """Observations [B, O], each with mean 0 and standard deviation 1 over all that were learned
-    from, within +-10. RSNorm in SimBa (Lee et al. 2024); added up as in Chan et al. (1979)."""
+    """Normalise observations [B, O] by the mean and standard deviation of all so far, and clip them
+    to +-10. RSNorm in SimBa (Lee et al. 2024); statistics are merged as in Chan et al. (1979)."""
 
     def __init__(self, observation_dim):
         super().__init__()
@@ -246,7 +247,7 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def add(self, observations):
-        """Count in some more, [..., O]. In place: a captured CUDA graph reads the same tensors."""
+        """Add observations [..., O] to the statistics, in place: a CUDA graph reads them there."""
         x = observations.flatten(0, -2)
         self.count += len(x)
         share, ahead = len(x) / self.count, x.mean(0) - self.mean
@@ -265,7 +266,7 @@ def mlp(inputs: int, hidden: int, outputs: int, layer_norm: bool = False) -> nn.
 
 
 class TwinCritic(nn.Module):
-    """Q1 and Q2: observations [B, O], actions [B, A] -> values [2, B]. normalize: the actor's."""
+    """Q1 and Q2: observations [B, O], actions [B, A] -> values [2, B]. The actor's `normalize`."""
 
     def __init__(self, observation_dim, action_dim, args: Args, normalize):
         super().__init__()
@@ -283,7 +284,7 @@ LOG_STD_MIN, LOG_STD_MAX = -5, 2
 
 
 class Actor(nn.Module):
-    """Squashed Gaussian policy. Actions are in [-1, 1] everywhere but in `envs.step`: `to_env`."""
+    """Squashed Gaussian policy. Actions are in [-1, 1]; `to_env` scales them for `envs.step`."""
 
     def __init__(self, observation_dim, action_space, args: Args):
         super().__init__()
@@ -344,7 +345,7 @@ class ReplayBuffer:
         self.count += 1
 
     def state_dict(self):
-        # torch.save writes all that lies behind a slice, hence the copies
+        # copies, because torch.save would write the whole ring behind a slice
         return {"count": self.count, "rings": [ring[: self.count].clone() for ring in self.rings]}
 
     def load_state_dict(self, state):
@@ -353,8 +354,8 @@ class ReplayBuffer:
             ring[: len(filled)] = filled
 
     def sample(self, batch_size):
-        """-> observations [B, O], those n steps later [B, O], actions [B, A], and what the rewards
-        of these n steps sum up to, discounted [B]. All n steps are in one episode."""
+        """-> observations [B, O], those n steps later [B, O], actions [B, A], and the discounted
+        sums of the n rewards between them [B]. All n steps are in one episode."""
         (rollouts, T, N), n = self.rewards.shape, self.n_step
         starts = (T - n + 1) * N  # in every rollout
         filled = min(self.count, rollouts) * starts
@@ -390,7 +391,7 @@ def update_actor(observations, actor, critic, optimizer, alpha):
     actions, log_density = actor.sample(observations)
     loss = (alpha * log_density - critic(observations, actions).amin(0)).mean()
     optimizer.zero_grad()
-    loss.backward(inputs=list(actor.parameters()))  # spares the gradients of the critics' weights
+    loss.backward(inputs=list(actor.parameters()))  # no gradients of the critics' weights
     optimizer.step()
     return loss.detach(), log_density.detach()
 
@@ -399,7 +400,7 @@ LOSSES = "qf1_loss qf2_loss qf1_values qf2_values actor_loss alpha_loss alpha en
 
 
 def make_learner(args: Args, observation_dim, action_space, device):
-    """Networks, optimisers, and the logarithm of the entropy coefficient [], by name."""
+    """Return networks, optimisers and the logarithm of the entropy coefficient [] by name."""
     actor = Actor(observation_dim, action_space, args).to(device)
     shape = (observation_dim, math.prod(action_space.shape), args, actor.normalize)
     critic, target_critic = TwinCritic(*shape).to(device), TwinCritic(*shape).to(device)
@@ -448,10 +449,10 @@ if __name__ == "__main__":
     scene = "frames" if state is None else "states"  # in `infos`: what pictures are drawn from
     judge = judges.episode_judge(args.judge, args.env_id, args.reward.target_prompt, state)
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms want it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # would touch the whole buffer
-    torch.set_flush_denormal(True)  # Adam's averages of dead units would slow a CPU a hundredfold
+    torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -482,7 +483,7 @@ if __name__ == "__main__":
     sizes = rollouts, T, N, observation_dim, action_dim
     buffer = ReplayBuffer(*sizes, device, args.gamma, args.n_step)
     saved = learner | {"replay": buffer}
-    run.restore(saved)  # with --resume: as they were
+    run.restore(saved)  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout): a resumed run continues as the
@@ -565,6 +566,6 @@ if __name__ == "__main__":
         if run.due(args.checkpoint_freq, T * N):
             run.save(saved)
 
-    run.save(saved)  # also of a run that was stopped
+    run.save(saved)  # a stopped run, too
     envs.close()
     run.close()

@@ -18,14 +18,14 @@ CLASSIC_STATE_SIZES = {"CartPole-v1": 4, "MountainCar-v0": 2, "MountainCarContin
 MOUNTAIN_GOALS = {"MountainCar-v0": 0.5, "MountainCarContinuous-v0": 0.45}  # x of the flag
 SCALE = 600 / (0.6 + 1.2)  # pixels per unit of x in Gymnasium's MountainCar
 CAR_HEIGHT = 30  # pixels of a native frame, with the wheels
-CAR_SUPERSAMPLING = 4  # scenes/car.png is so many times as large
+CAR_SUPERSAMPLING = 4  # scenes/car.png is this many times as large
 
 
 class CartPoleTask(gym.Wrapper):
-    """CartPole that goes on after the pole has fallen, since an early end would tell about the task
-    (section 4.1 of the paper): the cart stops at the ends of the track, the angle is kept in [-pi,
-    pi]. The reward is 1 for every step that is not a failure by Gymnasium's rule (12 degrees, or
-    off the track); an episode without any is a success."""
+    """CartPole that continues after the pole has fallen, since an early end would tell the agent
+    about the task (section 4.1 of the paper): the cart stops at the ends of the track, the angle is
+    wrapped to [-pi, pi]. The reward is 1 for every step that is not a failure by Gymnasium's rule
+    (12 degrees, or off the track); an episode without a failure is a success."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -52,7 +52,7 @@ class CartPoleTask(gym.Wrapper):
 
 class MountainCarTask(gym.Wrapper):
     """MountainCar, with discrete or continuous actions, whose goal is absorbing: the car stays
-    there and is paid nothing from then on. An episode that reaches the goal is a success."""
+    there and gets no reward from then on. An episode that reaches the goal is a success."""
 
     def reset(self, **kwargs):
         self.success = False
@@ -68,7 +68,7 @@ class MountainCarTask(gym.Wrapper):
 
 
 class OriginalTask(gym.Wrapper):
-    """Gymnasium's own rules. After an early end nothing happens any more: `info` says "over"."""
+    """Gymnasium's own rules. After the end of an episode a step does nothing: `info["over"]`."""
 
     def reset(self, **kwargs):
         self.over = False
@@ -92,13 +92,13 @@ class ClassicRenderer:
     """Draws CartPole and MountainCar states without stepping; needs no display and no OpenGL.
 
     Plain frames of the native size are those of Gymnasium's own `env.render()`, pixel for pixel.
-    That paints everything anew and copies it twice, 1.8 to 2.8 ms a frame; here what never moves
+    Gymnasium repaints everything and copies it twice, 1.8 to 2.8 ms a frame; here what never moves
     is painted once.
 
     Args:
         env_id: one of CLASSIC_STATE_SIZES.
         size: None for Gymnasium's 400 x 600 pixels; else height and width of the frames: the native
-            picture in the middle of a square (CLIP's own crop would cut off the goal), scaled.
+            picture centred in a square (CLIP's own crop would cut off the goal) and scaled.
         textured: the mountain as a landscape instead of a line (MountainCar only).
         scene: another landscape than the canonical one: [600, 600, 3] uint8, see scenes/paint.py.
     Raises ValueError: unknown env_id, or a texture for CartPole.

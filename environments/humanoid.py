@@ -1,7 +1,7 @@
 """Humanoid-v5, many at once: one process, MuJoCo's own threads, nothing pickled.
 
-2.5 times as fast as a process for each on two cores, and the time that grows with their number but
-not with the cores is a third (docs/speed.md)."""
+On two cores 2.5 times as fast as a process for each; the part of a step that more cores do not
+shorten is a third as long (docs/speed.md)."""
 
 import os
 
@@ -13,8 +13,8 @@ from gymnasium.vector.utils import batch_space
 
 
 class HumanoidVectorEnv(gym.vector.VectorEnv):
-    """N times gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1): the
-    same observations, rewards, resets and states to the bit. Formulas: Gymnasium's humanoid_v5.py.
+    """N times gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1), with
+    equal observations, rewards, resets and states to the bit. Formulas: Gymnasium's humanoid_v5.py.
 
     Nothing terminates, is truncated or resets itself; `infos` has "states" [N, 47] float64, qpos
     and qvel. The observations [N, 348] float64 are the same array at every call."""
@@ -50,7 +50,7 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         return self._observe(), {}
 
     def step(self, actions):
-        """actions [N, 17] -> observations [N, 348], rewards [N], twice False [N], infos."""
+        """actions [N, 17] -> observations [N, 348], rewards [N], False [N] twice, infos."""
         task, before = self.task, self.centre
         self.batch.ctrl = actions
         self.batch.step(nstep=task.frame_skip)

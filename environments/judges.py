@@ -1,7 +1,7 @@
 """Does a state do what the prompt says? A function `states -> bool` for every task of the paper.
 
     judges.TASKS["kneeling"].judge(states)            # [B, S] float64 -> [B] bool
-    judges.find_task("my_task.py:somersault", None)   # an own one, a function of states like these
+    judges.find_task("my_task.py:somersault", None)   # your own, such a function of states
 
 Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
 judges its videos (appendix on the humanoid's tasks), put into numbers with MuJoCo's geometry and
@@ -29,9 +29,9 @@ from clip_reward import UsageError
 from environments import classic
 
 REACH = 0.10  # m above the floor up to which contacts are looked for at all
-TOUCH = 0.06  # m: what is nearer is on the floor to the eye; a robot that rocks is never flat on it
-KNEE_TOUCH = 0.08  # m: the same for knees; up to there a run's pictures show one that kneels
-KNEE = 0.12  # m from the knee joint: a contact of shin or thigh within that is one of the knee
+TOUCH = 0.06  # m: what is nearer looks as if it were on the floor; a rocking robot is never flat
+KNEE_TOUCH = 0.08  # m: the same for knees; up to here pictures of a run look like kneeling
+KNEE = 0.12  # m from the knee joint: contacts of shin or thigh within this are the knee's
 SIDES = ("right", "left")
 OUTWARD = np.array([[1, -1, 1], [1, 1, 1]])  # of right and left
 PARTS = {
@@ -43,8 +43,8 @@ PARTS = {
 
 @functools.lru_cache(1)
 def _humanoid():
-    """Gymnasium's humanoid that notices the floor from REACH on: (mujoco, model, data, {name of a
-    geom: its number})."""
+    """Return Gymnasium's humanoid, which has contacts with the floor from REACH on: (mujoco, model,
+    data, {name of a geom: its number})."""
     egl_render.setup_gl()  # which has to come before mujoco
     import mujoco
 
@@ -83,8 +83,8 @@ def measure(states):
             floor; inf in the air.
         trunk, pelvis_floor, arms [B]: gap to the floor of torso, head and waist; of the pelvis; of
             arms and hands. inf beyond REACH.
-        foot, shin, thigh, knee [B, 2] (right, left): gap to the floor. A knee is what shin and
-            thigh have within KNEE of the joint.
+        foot, shin, thigh, knee [B, 2] (right, left): gap to the floor. A knee is the part of shin
+            and thigh within KNEE of the joint.
         bend [B, 2]: angle of the knee in radians, 0 is straight.
         shin_front [B, 2]: z of the shin's front, -1 where it lies on the floor as in kneeling.
         knee_at, foot_at [B, 2, 3]: place relative to the pelvis: forward as the robot faces,
@@ -103,11 +103,11 @@ def measure(states):
 
 
 def _facts(state):
-    """`measure` of one state [24 or 47]."""
+    """Return `measure` of one state [24 or 47]."""
     mujoco, model, data, geom = _humanoid()
     data.qpos[:] = state[:24]
     data.qvel[:] = state[24:] if state.size > 24 else 0
-    # the part of mj_forward that knows no forces: positions, contacts, velocities
+    # the part of mj_forward without forces: positions, contacts, velocities
     mujoco.mj_fwdPosition(model, data)
     mujoco.mj_fwdVelocity(model, data)
     mujoco.mj_subtreeVel(model, data)
@@ -151,8 +151,8 @@ def _facts(state):
     }
 
 
-BALANCE = 0.2  # m of `imbalance` that one who stands may have and not be falling
-KNEELING_BALANCE = 0.3  # its hull is wide and its fall short: looked at in a training run's frames
+BALANCE = 0.2  # m of `imbalance` up to which a standing robot is not falling
+KNEELING_BALANCE = 0.3  # wide hull, short fall; chosen by looking at frames of a training run
 
 
 def _stands(f):
@@ -238,7 +238,7 @@ THRESHOLD = 0.5  # share of successful steps that makes an episode a success (ar
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the paper, or one's own: its prompts, its criterion in words, its judge."""
+    """A task of the paper, or your own: its prompts, its criterion in words, its judge."""
 
     name: str
     judge: Callable  # states [B, S] float64 -> [B] bool
@@ -270,20 +270,20 @@ TASKS = {
 
 
 def tasks_of(env_id):
-    """The tasks [Task] that there are for an environment, or for None all."""
+    """Return the tasks [Task] of an environment, or all tasks for None."""
     return [task for task in TASKS.values() if env_id is None or env_id in task.env_ids]
 
 
 def task_for(env_id, target_prompts=()):
-    """The Task that a run was about: the environment's only one, or the one with that prompt. None
-    where the prompt is not one of the paper's."""
+    """Return the Task that a run was about: the environment's only one, or the one with this
+    prompt; None if the prompt is not one of the paper's."""
     here = tasks_of(env_id)
     named = [task for task in here if [task.target_prompt] == list(target_prompts)]
     return next(iter(here if len(here) == 1 else named), None)
 
 
 def find_task(spec, env_id, target_prompts=()):
-    """What to judge by: a task's name, FILE.py:FUNCTION, or None for what `task_for` says.
+    """Return the Task to judge by; `spec`: its name, FILE.py:FUNCTION, or None for `task_for`'s.
 
     The function gets states [B, S] float64 (MuJoCo: qpos and qvel; classic tasks: env.state) and
     returns [B] bool; its docstring is the criterion.
@@ -297,7 +297,7 @@ def find_task(spec, env_id, target_prompts=()):
     if task not in tasks_of(env_id):
         names = ", ".join(task.name for task in tasks_of(env_id)) or "no judge"
         problem = f"--judge {spec}" if spec else "say what to judge by with --judge"
-        here = f"{env_id or 'this'} has {names}; an own one is --judge FILE.py:FUNCTION"
+        here = f"{env_id or 'this'} has {names}; your own is --judge FILE.py:FUNCTION"
         raise UsageError(f"{problem}: {here}")
     return task
 

@@ -32,7 +32,7 @@ from training.workers import STOP_SIGNALS, kill_children, warn
 
 @dataclass
 class RunArgs:
-    """Flags of a run as such; the scripts' Args extend them."""
+    """Flags of every run; the scripts' Args extend them."""
 
     reward: RewardArgs = field(default_factory=RewardArgs)
     render: egl_render.RenderArgs = field(default_factory=egl_render.RenderArgs)
@@ -56,8 +56,8 @@ class RunArgs:
     environments/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task with
     this prompt, if there is one"""
     resume: str | None = None
-    """resume this run: a folder, with the flags it was started with; or latest, the newest run in
-    --runs-dir that was started with these flags, a new one if there is none"""
+    """folder of the run to resume, with its own flags; or latest: the newest run in --runs-dir that
+    was started with these flags, or a new one if there is none"""
 
 
 # Flags that may be given beside --resume: how long, where and how often, but not what is learned.
@@ -137,7 +137,7 @@ def latest_run(args):
             if not changed_flags(load_args(folder, type(args)), args):
                 return str(folder)
         except UsageError as error:
-            warn(f"--resume latest passes over a run: {error}")
+            warn(f"--resume latest skips a run: {error}")
     return None
 
 
@@ -184,7 +184,7 @@ def excepthook(kind, error, trace):
 
 
 def say(*lines):
-    """Print lines, and nothing more once nobody reads them (`| head -1`)."""
+    """Print lines, or nothing once stdout is closed (`| head -1`)."""
     try:
         print(*lines, sep="\n", flush=True)
     except OSError:
@@ -192,7 +192,7 @@ def say(*lines):
 
 
 def checkpoints(run_dir):
-    """Return the checkpoints of a run but for best.pt, newest first: {step: path}."""
+    """Return the checkpoints of a run without best.pt, newest first: {step: path}."""
     paths = Path(run_dir).glob("checkpoints/step_*.pt")
     found = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
     return dict(sorted(found.items(), reverse=True))
@@ -206,7 +206,7 @@ def load_checkpoint(path):
             if name := file.testzip():
                 raise ValueError(f"wrong checksum of {name}")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # half a dozen kinds
+    except Exception as error:  # there are half a dozen types
         raise UsageError(f"{path} is damaged or no checkpoint: {first_line(error)}") from error
 
 
@@ -285,24 +285,24 @@ class Run:
             warn(f"{self.folder} cannot be locked ({error}); do not resume it while it runs")
 
     def _newest_checkpoint(self):
-        """Load the newest checkpoint that is whole; damaged ones are set aside."""
+        """Load the newest intact checkpoint; damaged ones are renamed."""
         for path in checkpoints(self.folder).values():
             try:
                 return load_checkpoint(path)
             except UsageError as error:
                 path.replace(f"{path}.damaged")
-                warn(f"{error}; it is {path.name}.damaged now, and the one before it is used")
-        raise UsageError(f"--resume {self.folder}: it has no whole checkpoints/step_<n>.pt")
+                warn(f"{error}; renamed to {path.name}.damaged, using the one before it")
+        raise UsageError(f"--resume {self.folder}: it has no intact checkpoints/step_<n>.pt")
 
     def _track(self):
         import wandb
 
         names = {"name": self.folder.name, "id": self.folder.name, "dir": self.folder}
-        # "allow": one curve, also of a resumed run
+        # "allow": a resumed run continues its curve
         wandb.init(sync_tensorboard=True, config=flags_of(self.args), resume="allow", **names)
 
     def restore(self, parts):
-        """With --resume, bring {name: module, optimiser, buffer or tensor} to what they were.
+        """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint.
         Optimiser settings (lr, fused, capturable) are not restored: they come from this run."""
         if not self.restored:
             return
@@ -331,7 +331,7 @@ class Run:
         return every > 0 and (end or self.step % every < steps)
 
     def log(self, scalars):
-        """Write {tag: value} to the event file, all but losses to the console as well. Raises
+        """Write {tag: value} to the event file, and all except losses to the console. Raises
         RunError for a NaN or infinity."""
         for tag, value in scalars.items():
             if not math.isfinite(value):

@@ -27,15 +27,15 @@ import torch.multiprocessing as mp
 from clip_reward import RunError, Scorer, UsageError, first_line
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOADING = 600  # s that a worker has at least to import, draw and load its model
+LOADING = 600  # s that a worker gets, at least, to import, draw and load its model
 
 
 @contextlib.contextmanager
 def stop_signals_blocked():
-    """Start processes in here: they never see a stop signal to the whole group. This process sees
-    it afterwards."""
+    """Block stop signals while processes are started: these inherit the block and never see a
+    signal to the whole group. This process handles it afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    resource_tracker.ensure_running()  # inherits that as well, and unblocks two of them here
+    resource_tracker.ensure_running()  # inherits the block too, but unblocks two signals here
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -49,7 +49,7 @@ def kill_children() -> None:
         process.kill()
 
 
-# atexit is too late: before it, concurrent.futures waits for chunks that nobody takes any more
+# atexit is too late: before it, concurrent.futures waits for chunks that nobody will take
 threading._register_atexit(kill_children)
 
 
@@ -64,12 +64,12 @@ class Pool:
 
     No reward depends on which worker computed it. If a worker dies, or gives no answer for
     `timeout` seconds, it is replaced and its chunks are done again; the second loss before `take`
-    raises RunError. Ray restarts its own actors as often as their process or node is gone; that
-    does not count. What a worker raises is raised here, with its traceback.
+    raises RunError. Ray itself restarts actors whose process or node is lost; that does not count.
+    What a worker raises is raised here, with its traceback.
 
     Args:
         make_renderer, make_reward: as of `Scorer`; picklable.
-        devices: a worker each (none: a pool that is not used); or ["ray"], an actor per GPU of the
+        devices: a worker for each (none: the pool is not used); or ["ray"], an actor per GPU of the
             cluster (per CPU if it has no GPU), also of later nodes; or ["ray:N"], N actors.
     Attributes:
         timings: {"render_s", "clip_s"} of the last `take`: seconds, a worker's on average.
@@ -91,7 +91,7 @@ class Pool:
                 self._start(LocalWorker(*self.setup, device))
 
     def _grow(self):
-        """Start the actors that are still missing: of N, or of as many as the cluster has room."""
+        """Start missing actors: up to N, or as many as the cluster has room for."""
         ray, kind = self.cluster
         wanted = self.count or int(ray.cluster_resources().get(kind, 0))
         while len(self.workers) < wanted:
@@ -100,15 +100,12 @@ class Pool:
     def _start(self, worker):
         if worker not in self.workers:
             self.workers.append(worker)
-        worker.since, worker.hung, worker.room = (
-            time.monotonic(),
-            "",
-            0,
-        )  # no chunk before it loaded
+        worker.room = 0  # no chunk before it has loaded
+        worker.since, worker.hung = time.monotonic(), ""
         self.running[worker.start()] = worker, None
 
     def wait_ready(self) -> list[str]:
-        """Wait until every worker, or one of Ray's, has loaded -> lines on what they run on."""
+        """Wait until every local worker, or one actor, has loaded -> lines: what they run on."""
         enough = 1 if self.cluster else len(self.workers)
         while sum(bool(worker.line) for worker in self.workers) < enough:
             self._pump(seconds=1)
@@ -158,7 +155,7 @@ class Pool:
         return parts
 
     def _pump(self, seconds):
-        """Hand out chunks, wait so long for one to be done, collect, replace who is lost."""
+        """Hand out chunks, wait at most `seconds` for a result, collect, replace lost workers."""
         while self.queue and (worker := max(self.workers, key=lambda worker: worker.room)).room:
             job = self.queue.popleft()
             if worker.room == 2:
@@ -186,10 +183,12 @@ class Pool:
         for worker, job in self.running.values():
             limit = self.timeout if job else max(LOADING, self.timeout)
             if time.monotonic() - worker.since > limit:
-                worker.hung = f"gave no answer for {limit} s (--worker-timeout)"
                 worker.since = time.monotonic()
-                warn(f"{worker.name} {worker.hung}; it is killed")
-                worker.kill()  # and lost in the next round
+                if self.cluster and not job:
+                    warn(f"{worker.name} has not loaded yet; has the cluster room for it?")
+                    continue
+                worker.hung = f"gave no answer for {limit} s (--worker-timeout)"
+                worker.kill()  # the next round finds it lost
 
     def _replace(self, worker, error):
         theirs = [future for future, (owner, _) in self.running.items() if owner is worker]
@@ -210,11 +209,13 @@ class Pool:
 
 
 def _load(make_renderer, make_reward, device):
-    """Begin a worker's life: make its scorer -> a line on what it runs on."""
+    """Set up a worker's process and its scorer -> a line: what it runs on."""
     global scorer
-    if mp.parent_process():  # a Ray actor has none
+    if parent := mp.parent_process():  # a Ray actor has none
         with contextlib.suppress(AttributeError):  # Linux: end with the parent, however that ends
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent.pid:  # it has ended already
+            os._exit(1)
     if device == "cpu":
         torch.set_num_threads(1)  # whatever the number of workers, the same sums in the same order
         os.nice(10)  # physics first: it is what the next states wait for
@@ -225,8 +226,8 @@ def _load(make_renderer, make_reward, device):
 
 
 def _call(method, *args):
-    """Load, or call a method of the scorer. An exception arrives with its traceback as text: not
-    every one can be pickled."""
+    """Load, or call a method of the scorer. Exceptions become a RunError with their traceback as
+    text, because not all can be pickled."""
     try:
         return _load(*args) if method == "load" else getattr(scorer, method)(*args)
     except (UsageError, RunError):
@@ -236,15 +237,15 @@ def _call(method, *args):
 
 
 class LocalWorker:
-    """A process of this machine: an executor of one."""
+    """A process of this machine, behind an executor."""
 
     def __init__(self, *setup):
         self.setup, self.name, self.line = setup, f"reward worker on {setup[-1]}", ""
 
     def start(self):
         before = set(mp.active_children())
-        self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))  # CUDA wants spawn
         with stop_signals_blocked():
+            self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))  # CUDA wants spawn
             ready = self.executor.submit(_call, "load", *self.setup)
         (self.process,) = set(mp.active_children()) - before
         return ready
@@ -252,7 +253,7 @@ class LocalWorker:
     def submit(self, *job):
         try:
             return self.executor.submit(_call, *job)
-        except BrokenProcessPool as error:  # it died while it had nothing to do
+        except BrokenProcessPool as error:  # it died while it was idle
             failed = Future()
             failed.set_exception(error)
             return failed
@@ -261,7 +262,7 @@ class LocalWorker:
         return isinstance(error, BrokenProcessPool)
 
     def death(self, error):
-        return "died (was there too little memory?)"
+        return "died (out of memory?)"
 
     def kill(self):
         self.process.kill()
@@ -270,7 +271,7 @@ class LocalWorker:
 
 
 class Actor:
-    """What a Ray actor is. It loads at its first call, so that its errors are that call's."""
+    """The class of a Ray actor. It loads at its first call, which raises the errors of loading."""
 
     def __init__(self, *setup):
         self.setup, self.line = setup, None
@@ -281,7 +282,7 @@ class Actor:
 
 
 class RayWorker:
-    """An actor of a Ray cluster, which starts it again wherever there is room."""
+    """An actor of a Ray cluster, which restarts it wherever there is room."""
 
     def __init__(self, ray, kind, setup, number):
         self.ray, self.name, self.line = ray, f"Ray actor {number}", ""
@@ -312,7 +313,7 @@ class RayWorker:
 def connect_to_ray():
     """Connect to the cluster of RAY_ADDRESS or `ray start`, else start one on this machine -> (ray,
     "GPU" or, where it has none, "CPU"); waits for its first node. Raises UsageError."""
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # 40 s for an address without a cluster
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # or a wrong address takes 40 s to fail
     try:
         import ray
     except ImportError:
@@ -321,7 +322,7 @@ def connect_to_ray():
         try:
             ray.init(logging_level="error", log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            where = "it is RAY_ADDRESS, or what `ray start` left here and `ray stop` removes"
+            where = "the address is RAY_ADDRESS, or was left by `ray start` (`ray stop` removes it)"
             raise UsageError(f"--reward-devices ray: {error}; {where}") from error
     while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():
         warn("the Ray cluster has neither GPU nor CPU yet; waiting for its first node")
