@@ -1,24 +1,24 @@
 r"""Where the time of a training run goes, and how fast CLIP and the drawing are, each alone.
 
-Runs the training script as a user would, for a few rollouts, and reads its event file:
+Runs the training script for a few rollouts, as a user would, and reads its event file:
 
     python benchmarks/pipeline.py                                  # tiny_clip on this CPU
-    python benchmarks/pipeline.py --clip-model ViT-L-14/random --render-size 480 \
-        --measure clip run --batches 64 128 256                    # a GPU, and CLIP alone
     python benchmarks/pipeline.py --env-id CartPole-v1             # DQN: dqn_clip_classic.py
 
-Drawing alone, at a size and quality, by one worker per name:
+CLIP alone and drawing alone, on a GPU and without real weights:
 
-    python benchmarks/pipeline.py --measure draw --render-size 480 --render-quality full \
-        --reward-devices cuda:0 cuda:0 cuda:0 cuda:0
+    python benchmarks/random_clip.py ViT-L-14 /tmp/ViT-L-14
+    python benchmarks/pipeline.py --clip-model local-dir:/tmp/ViT-L-14 --render-size 480 \
+        --measure clip draw run --batches 64 128 256
 
-Does everything else hide behind CLIP? One worker that draws nothing and sleeps for every frame (1.6
-ms: ViT-bigG-14 on one H200), first alone and then in a run with one update per rollout:
+Does everything else hide behind CLIP? Workers that draw nothing and sleep for every frame (1.6 ms:
+ViT-bigG-14 on one H200), first one alone, then all in a run with one update per rollout:
 
     python benchmarks/pipeline.py --scorer-ms 1.6 --json overlap.json
+    python benchmarks/pipeline.py --scorer-ms 16 --reward-devices cpu cpu cpu cpu     # or ray:4
 
 All other flags are the training script's. Defaults: the embedded CLIP at its own resolution, and
-the paper's update ratio (how many environments share a rollout is only how much comes at once).
+the paper's ratio of updates to steps.
 """
 
 import functools
@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 # isort: off
 import clip_reward  # before torch: it bounds how long threads spin
@@ -43,10 +44,10 @@ import sac_clip_humanoid as sac
 import numpy as np
 import torch
 import tyro
-from training.flags import flags_of
+import training.workers
+from training.run import flags_of
 # isort: on
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMON = "--target-prompt words --clip-model local-dir:tiny_clip --render-size 64 --allow-slow"
 SAC = "--num-envs 32 --episode-length 100 --gradient-steps 100 --batch-size 512"
 DQN = "--num-envs 8 --episode-length 200 --gradient-steps 1600 --batch-size 64"
@@ -55,31 +56,39 @@ DQN = "--num-envs 8 --episode-length 200 --gradient-steps 1600 --batch-size 64"
 @dataclass
 class Args:
     measure: tuple[Literal["clip", "draw", "run"], ...] = ("run",)
-    """clip: CLIP alone, of frames that wait in the device's memory; draw: the workers without CLIP;
-    run: the whole script"""
+    """clip: CLIP alone; draw: the workers without CLIP; run: the whole script"""
     batches: tuple[int, ...] = ()
-    """batch sizes for CLIP alone, default: --clip-batch-size; those that do not fit are left out"""
+    """batch sizes for CLIP alone, up to the first without enough memory; default: the script's"""
     scorer_ms: float = 0.0
-    """instead of drawing and CLIP a worker that sleeps this long per frame: alone, and in a run"""
+    """measure workers that only sleep so long per frame: one alone, then all in a run"""
     env_id: str = "Humanoid-v5"
     """the task"""
     rollouts: int = 6
-    """measured rollouts (one more comes first and is not counted)"""
+    """rollouts to measure, after one that is not counted"""
     json: Path | None = None
-    """also write everything to this file"""
+    """also write all results to this file"""
+
+
+def machine(device):
+    """Say what the measurements were made on."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
+    return f"{name}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
 
 
 class Blank:
-    """Draws nothing, at once."""
+    """A renderer that draws nothing."""
 
     frame_shape = (8, 8, 3)
+
+    def __init__(self, device):
+        pass
 
     def render(self, states, out):
         out[:] = 0
 
 
 class Sleeper(torch.nn.Module):
-    """The reward 0, after `ms` milliseconds a frame."""
+    """Return the reward 0 after `ms` milliseconds per frame."""
 
     def __init__(self, device, ms=0.0):
         super().__init__()
@@ -91,29 +100,20 @@ class Sleeper(torch.nn.Module):
 
 
 def run_asleep(ms):
-    """Run the script that is named on the command line with one worker that sleeps."""
-    pool, sleep = clip_reward.RewardPool, functools.partial(Sleeper, ms=ms)
-    run_with(lambda *given: pool(Blank, sleep, ["cpu"], *given[3:]))
-
-
-def run_with(pool):
-    """Run the script that is named on the command line with `pool` for its RewardPool."""
-    import training.run
-
-    training.run.RewardPool = pool
+    """Run the script named on the command line with workers that sleep."""
+    pool, sleep = training.workers.Pool, functools.partial(Sleeper, ms=ms)
+    training.workers.Pool = lambda draw, score, *more: pool(Blank, sleep, *more)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @torch.inference_mode()
 def clip_alone(args, batches):
-    """Frames/s of CLIP on the first reward device, by batch size, and its operations per frame."""
+    """Measure CLIP alone on the first reward device -> {batch size: frames/s}."""
     from torch.utils.benchmark import Timer
 
-    device, size = args.reward.devices()[0], args.render.render_size
-    tera = 1e-12 * clip_reward.image_flops(args.reward.clip_model)
-    names = {"reward": clip_reward.make_clip_reward(device, args.reward)}
-    speeds = {}
+    device, size, speeds = args.reward.devices()[0], args.render.render_size, {}
+    names = {"reward": clip_reward.make_clip_reward(args.reward, device)}
     for batch in batches or (args.reward.clip_batch_size,):
         shape = (batch, size, size, 3)
         names["frames"] = torch.randint(256, shape, dtype=torch.uint8, device=device)
@@ -122,24 +122,25 @@ def clip_alone(args, batches):
             speeds[batch] = batch / timer.blocked_autorange(min_run_time=1).median
         except torch.OutOfMemoryError:
             break
-        work = f"{tera:.3g} TFLOP each, {speeds[batch] * tera:.3g} TFLOP/s"
-        print(f"CLIP alone, batch {batch}: {speeds[batch]:.4g} frames/s, {work}", flush=True)
-    return {"frames_per_s": speeds, "tflop_per_frame": tera}
+        print(f"CLIP alone, batch {batch}: {speeds[batch]:.4g} frames/s", flush=True)
+    return speeds
 
 
 def pool_alone(make_renderer, make_reward, devices, batch_size, states):
-    """Frames/s of a pool that is handed `states` at once."""
-    with clip_reward.RewardPool(make_renderer, make_reward, devices, batch_size) as pool:
-        pool.wait_ready().score(states[: 2 * batch_size * len(devices)])
-        start = time.perf_counter()
-        pool.score(states)
-        speed = len(states) / (time.perf_counter() - start)
-        print(*pool.description[:1], f"{len(devices)} workers alone: {speed:.4g} frames/s")
+    """Measure a pool that gets all `states` at once -> frames/s."""
+    pool = training.workers.Pool(make_renderer, make_reward, devices, batch_size)
+    lines = pool.wait_ready()
+    pool.score(states[: 2 * batch_size * len(devices)])
+    start = time.perf_counter()
+    pool.score(states)
+    speed = len(states) / (time.perf_counter() - start)
+    pool.close()
+    print(f"{lines[0]}; {len(devices)} of it alone: {speed:.4g} frames/s", flush=True)
     return speed
 
 
 def draw_alone(script, args, frames_per_worker=800):
-    """Frames/s drawn by the workers, of states that random actions led to."""
+    """Measure the workers without CLIP, on states of random actions -> frames/s."""
     env = script.make_env(args)()
     env.action_space.seed(0)
     env.reset(seed=0)
@@ -150,15 +151,14 @@ def draw_alone(script, args, frames_per_worker=800):
 
 
 def whole_run(command, args, rollouts):
-    """Run the script; {stage: what it took and how much it did a second}, medians over rollouts."""
+    """Run the script -> {stage: {"seconds_per_rollout", speed}}, medians over rollouts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     steps = args.num_envs * args.episode_length
     total = f"--total-timesteps {steps * (rollouts + 1)} --learning-starts 1 --video-freq 0"
     with tempfile.TemporaryDirectory() as folder:
         command = [*command, *total.split(), "--runs-dir", folder]
-        code = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode
-        if code:
+        if code := subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
             sys.exit(code)
         events = EventAccumulator(str(next(Path(folder).iterdir()))).Reload()
     stages = {
@@ -181,42 +181,43 @@ def whole_run(command, args, rollouts):
 
 def main():
     own, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
-    script, ratio = (dqn, DQN) if own.env_id in ("CartPole-v1", "MountainCar-v0") else (sac, SAC)
+    script, ratio = (dqn, DQN) if own.env_id in dqn.TASKS else (sac, SAC)
     defaults = f"--env-id {own.env_id} {COMMON} {ratio}"
-    flags = [*defaults.split(), *(["--gradient-steps", "1"] if own.scorer_ms else []), *flags]
+    if own.scorer_ms:
+        defaults += " --gradient-steps 1 --reward-devices cpu"
+    flags = [*defaults.split(), *flags]
     args = tyro.cli(script.Args, args=flags, config=(tyro.conf.OmitArgPrefixes,))
-    start = f"from benchmarks import pipeline; pipeline.run_asleep({own.scorer_ms})"
-    command = [sys.executable, *(["-c", start] if own.scorer_ms else []), script.__file__, *flags]
-    devices = args.reward.devices()
-    cuda = {device for device in devices if device.startswith("cuda")}
-    device = torch.cuda.get_device_name(devices[0]) if cuda else "cpu"
-    machine = f"{device}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
-    print(f"{args.env_id}, {args.reward.clip_model}, {args.render.render_size} px; {machine}")
-    result = {"machine": machine, "args": flags_of(args)}
+    command, devices = [sys.executable, script.__file__, *flags], args.reward.devices()
+    result = {"machine": machine(devices[0]), "args": flags_of(args)}
+    print(f"{args.env_id}, {args.reward.clip_model}, {args.render.render_size} px")
+    print(result["machine"])
 
     def keep(**more):
         result.update(more)
-        if own.json:  # after every part: a time limit takes away no more than the rest
+        if own.json:  # after every part: a time limit loses only the current one
             own.json.write_text(json.dumps(result, indent=2, default=str))
 
     if own.scorer_ms:
-        sleep = functools.partial(Sleeper, ms=own.scorer_ms)
-        alone = pool_alone(Blank, sleep, ["cpu"], args.reward.clip_batch_size, np.zeros((3200, 47)))
+        sleep, chunk = functools.partial(Sleeper, ms=own.scorer_ms), args.reward.clip_batch_size
+        alone = pool_alone(Blank, sleep, ["cpu"], chunk, np.zeros((50 * chunk, 47)))
+        command[1:1] = "-c", f"from benchmarks import pipeline as p; p.run_asleep({own.scorer_ms})"
         stages = whole_run(command, args, own.rollouts)
-        share = stages["end to end"]["steps/s"] / alone
+        workers = int(devices[0][4:] or 1) if devices[0].startswith("ray") else len(devices)
+        share = stages["end to end"]["steps/s"] / alone / workers
         keep(scorer_alone_frames_per_s=alone, stages=stages, end_to_end_of_scorer_alone=share)
-        print(f"end to end is {share:.3f} of that scorer alone")
+        print(f"end to end is {share:.3f} of {workers} of that scorer alone")
         return
     if "clip" in own.measure:
-        keep(clip_alone=clip_alone(args, own.batches))
+        keep(clip_alone_frames_per_s=clip_alone(args, own.batches))
     if "draw" in own.measure:
         keep(draw_alone_frames_per_s=draw_alone(script, args))
     if "run" in own.measure:
         keep(stages=whole_run(command, args, own.rollouts))
     if {"run", "clip"} <= set(own.measure):
-        alone = max(result["clip_alone"]["frames_per_s"].values()) * max(1, len(cuda))
-        keep(end_to_end_of_clip_alone=result["stages"]["end to end"]["steps/s"] / alone)
-        print(f"end to end is {result['end_to_end_of_clip_alone']:.2f} of CLIP alone")
+        alone = max(result["clip_alone_frames_per_s"].values()) * len(set(devices))
+        share = result["stages"]["end to end"]["steps/s"] / alone
+        keep(end_to_end_of_clip_alone=share)
+        print(f"end to end is {share:.2f} of CLIP alone")
 
 
 if __name__ == "__main__":

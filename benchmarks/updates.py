@@ -4,15 +4,13 @@
     python benchmarks/updates.py --rows plain --sb3       # pip install stable-baselines3
     python benchmarks/updates.py --device cuda --json updates.json
 
-SAC with Humanoid's observations and actions and 512 transitions an update, DQN with CartPole's and
-64, both with the scripts' networks. All are measured in turn, round after round in one process, so
-that what else the machine does hits all alike; numbers are medians over rounds, ratios to
+Both with the scripts' networks. All rows are measured in turn, round after round in one process, so
+that other work on the machine affects them alike; numbers are medians over rounds, ratios to
 stable-baselines3 medians of each round's ratio.
 """
 
 import functools
 import os
-import platform
 import sys
 import time
 from json import dumps
@@ -24,66 +22,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # isort: off
 import dqn_clip_classic as dqn  # before torch: it bounds how long threads spin
 import sac_clip_humanoid as sac
-from training.run import compile_update
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from benchmarks.pipeline import machine
 # isort: on
 
-
-REPLAY = 25_600  # transitions in every buffer
-SPACES = {  # observations, actions, transitions per update
+SPACES = {  # Humanoid's and CartPole's: observations, actions, transitions per update
     "SAC": (348, gym.spaces.Box(-1, 1, (17,)), 512),
     "DQN": (4, gym.spaces.Discrete(2), 64),
 }
+T, N, ROLLOUTS = 100, 32, 8  # in every replay buffer
+REPLAY = T * N * ROLLOUTS
 
 
 def make_sac(args, width, space, device):
-    """-> update function of a batch, and a full buffer, as in sac_clip_humanoid.py"""
+    """Return the update function and a full buffer, as in sac_clip_humanoid.py."""
     learner = sac.make_learner(args, width, space, device)
-    T, N = 100, 32
-    buffer = sac.ReplayBuffer(REPLAY // (T * N), T, N, width, *space.shape, device)
+    buffer = sac.ReplayBuffer(ROLLOUTS, T, N, width, *space.shape, device)
     rng = np.random.default_rng(0)
-    for _ in range(REPLAY // (T * N)):
+    for _ in range(ROLLOUTS):
         actions = rng.uniform(-1, 1, (T, N, *space.shape))
         buffer.add(rng.normal(size=(T + 1, N, width)), actions, rng.normal(size=(T, N)))
     return functools.partial(sac.update, learner=learner, args=args), buffer
 
 
 def make_dqn(args, width, space, device):
-    """-> update function of a batch, and a full buffer, as in dqn_clip_classic.py"""
-    learner = dqn.make_learner(args, width, space, device)
+    """Return the update function and a full buffer, as in dqn_clip_classic.py."""
+    learner, rng = dqn.make_learner(args, width, space, device), np.random.default_rng(0)
     buffer = dqn.ReplayBuffer(REPLAY, width, device)
-    rng = np.random.default_rng(0)
-    observations = rng.normal(size=(2, REPLAY, width))
     actions, rewards = rng.integers(space.n, size=REPLAY), rng.normal(size=REPLAY)
-    buffer.add(*observations, actions, rewards, np.zeros(REPLAY))
+    buffer.add(*rng.normal(size=(2, REPLAY, width)), actions, rewards, np.zeros(REPLAY))
     return functools.partial(dqn.update, args=args, **learner), buffer
 
 
-def make_train(algorithm, device, row):
-    """-> train(updates)"""
-    script, make = {"SAC": (sac, make_sac), "DQN": (dqn, make_dqn)}[algorithm]
-    width, space, batch_size = SPACES[algorithm]
-    update, buffer = make(script.Args(compile=row != "plain"), width, space, torch.device(device))
-    if row == "compiled":
-        update = compile_update(update, torch.device(device))
-
-    def train(updates):
-        for _ in range(updates):
-            result = update(buffer.sample(batch_size))
-        result.sum().item()  # waits for the GPU, once
-
-    return train
-
-
-def make_sb3(algorithm, device):
-    """-> train(updates) of stable-baselines3 with a full replay buffer"""
+def make_sb3(algorithm, width, space, batch_size, device):
+    """Return train(updates) of stable-baselines3 with a full replay buffer."""
     import stable_baselines3
     from stable_baselines3.common.logger import Logger
 
-    width, space, batch_size = SPACES[algorithm]
     env = gym.Env()
     env.observation_space = gym.spaces.Box(-np.inf, np.inf, (width,), np.float32)
     env.action_space = space
@@ -99,24 +77,42 @@ def make_sb3(algorithm, device):
     return functools.partial(model.train, batch_size=batch_size)
 
 
+def make_train(algorithm, device, row):
+    """Return train(updates) of a row of the table."""
+    width, space, batch_size = SPACES[algorithm]
+    if row == "sb3":
+        return make_sb3(algorithm, width, space, batch_size, device)
+    script, make = {"SAC": (sac, make_sac), "DQN": (dqn, make_dqn)}[algorithm]
+    args = script.Args(compile=row == "compiled")
+    update, buffer = make(args, width, space, torch.device(device))
+    if row == "compiled":  # as in the scripts
+        update = torch.compile(update, dynamic=False)
+        if device.startswith("cuda"):
+            from tensordict.nn import CudaGraphModule
+
+            update = CudaGraphModule(update, warmup=5)
+
+    def train(updates):
+        for _ in range(updates):
+            result = update(buffer.sample(batch_size))
+        result.sum().item()  # waits for the GPU, once
+
+    return train
+
+
 def measure(algorithm, rows, device, rounds):
-    """-> {row: updates/s of every round [rounds], with the number of threads that suits it best}"""
-    trains = {
-        row: make_sb3(algorithm, device) if row == "sb3" else make_train(algorithm, device, row)
-        for row in rows
-    }
+    """Return {row: updates/s of every round}, each row with its best number of threads."""
+    trains = {row: make_train(algorithm, device, row) for row in rows}
     updates = 200 if device != "cpu" else 6 if algorithm == "SAC" else 60
-    rates = {row: {count: [] for count in {1, os.cpu_count()}} for row in trains}
-    for _ in range(1 + rounds):
+    rates = {row: {count: [] for count in {1, os.cpu_count()}} for row in rows}
+    for _ in range(1 + rounds):  # the first one compiles and warms up
         for row, by_count in rates.items():
             for count, speeds in by_count.items():
                 torch.set_num_threads(count)
                 start = time.perf_counter()
                 trains[row](updates)
                 speeds.append(updates / (time.perf_counter() - start))
-    # the first round compiles and warms up
-    rates = {row: [speeds[1:] for speeds in by_count.values()] for row, by_count in rates.items()}
-    return {row: max(speeds, key=np.median) for row, speeds in rates.items()}
+    return {row: max((x[1:] for x in rates[row].values()), key=np.median) for row in rows}
 
 
 def main(
@@ -126,7 +122,7 @@ def main(
     rounds: int = 15,
     json: Path | None = None,
 ) -> None:
-    """Measure, print, write.
+    """Measure, print and write.
 
     Args:
         rows: plain: as by default; compiled: as with --compile, on CUDA one CUDA graph
@@ -135,10 +131,8 @@ def main(
         rounds: rounds of all rows in turn
         json: also write the results to this file
     """
-    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
-    machine = f"{name}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
-    result = {"machine": machine, "updates_per_second": {}}
-    print(f"{machine}; medians of {rounds} rounds")
+    result = {"machine": machine(device), "updates_per_second": {}}
+    print(f"{result['machine']}; medians of {rounds} rounds")
     for algorithm in SPACES:
         rates = measure(algorithm, (*rows, *["sb3"] * sb3), device, rounds)
         table = result["updates_per_second"][algorithm] = {}
@@ -149,7 +143,7 @@ def main(
                 table[f"{row} / sb3"] = ratio = float(np.median(np.divide(values, rates["sb3"])))
                 line += f"   {ratio:.2f} times stable-baselines3"
             print(line, flush=True)
-        if json:  # a time limit during the other algorithm takes away no more than that
+        if json:  # after each algorithm, so that a time limit loses only the other
             json.write_text(dumps(result, indent=2))
 
 

@@ -1,10 +1,10 @@
-"""CLIP's reward in place of any environment's own: for whatever trains on Gymnasium environments.
+"""CLIP's reward instead of an environment's own, for whatever trains on Gymnasium environments.
 
     python examples/gym_wrapper.py                  # CartPole, one and four at once, with tiny_clip
 
 The environment draws itself (`render_mode="rgb_array"`) and every step is scored at once: simple,
-and as slow as drawing and scoring one picture after the other. Where rewards may come at the end of
-an episode, hand states to a RewardPool instead, as the scripts do.
+and as slow as drawing and scoring one picture after the other. If rewards may come at the end of an
+episode, hand states to training.workers.Pool instead, as the scripts do.
 """
 
 import sys
@@ -20,13 +20,15 @@ import numpy as np
 
 
 def check_drawn(env):
-    """Asked at a step and not when it is made: Gymnasium's own checker makes some without."""
+    """Raise ValueError for an environment without pictures. Called by `step`, because Gymnasium's
+    checker makes environments without them."""
     if env.render_mode != "rgb_array":
-        raise ValueError('pictures are wanted: gym.make(..., render_mode="rgb_array")')
+        raise ValueError('pictures are needed: gym.make(..., render_mode="rgb_array")')
 
 
 class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
-    """The reward of a step is that of the picture after it; info["env_reward"] is the task's own.
+    """Replace the reward of a step by CLIP's score of the picture after it. The environment's own
+    is info["env_reward"].
 
     Args:
         env: with render_mode="rgb_array".
@@ -34,7 +36,7 @@ class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
     """
 
     def __init__(self, env, reward):
-        # so that gym.make(env.spec) works; a deep copy would be one more CLIP for every environment
+        # for gym.make(env.spec); a deep copy would be one more CLIP for every environment
         gym.utils.RecordConstructorArgs.__init__(self, reward=reward, _disable_deepcopy=True)
         gym.Wrapper.__init__(self, env)
         self.reward = reward
@@ -47,11 +49,11 @@ class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
 
 
 class CLIPRewardVectorWrapper(gym.vector.VectorWrapper):
-    """The same for a vector environment; all pictures of a step are scored at once.
+    """Do the same for a vector environment; all pictures of a step are scored at once.
 
     An environment that resets itself within the step that ends an episode would show the next
-    episode's first picture, so its autoreset mode must be "next step" (the default) or off; the
-    step that only resets is worth 0, as everywhere in Gymnasium.
+    episode's first picture, so its autoreset mode must be "next step" (the default) or off. The
+    reward of a step that only resets is 0, as everywhere in Gymnasium.
     """
 
     def __init__(self, envs, reward):

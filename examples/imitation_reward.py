@@ -1,10 +1,10 @@
 """CLIP as a reward function of imitation: (state, action, next_state, done) -> rewards.
 
-imitation 1.0.1 wants Gymnasium 0.29, the scripts here 1.4 or newer; the reward itself wants
-neither, so it goes into an environment of its own:
+imitation 1.0.1 needs Gymnasium 0.29, the scripts here 1.4 or newer. The reward itself needs
+neither, so this runs in a virtual environment of its own:
 
     python3 -m venv ~/imitation && . ~/imitation/bin/activate
-    pip install imitation==1.0.1 torch torchvision open_clip_torch annotated-types
+    pip install imitation==1.0.1 torch torchvision open_clip_torch pydantic
     python examples/imitation_reward.py            # PPO on CartPole with tiny_clip: two minutes
 """
 
@@ -22,18 +22,18 @@ from imitation.rewards.reward_wrapper import RewardVecEnvWrapper
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from egl_render import ClassicRenderer
-from environments.classic import CartPoleTask
+from environments.classic import CartPoleTask, ClassicRenderer
 
 
 class CLIPRewardFn:
-    """imitation's `RewardFn`: the reward of a transition is that of the picture of its next state.
+    """imitation's `RewardFn`: a transition's reward is CLIP's score of its next state's picture.
 
     Args:
         reward: maps pictures [B, H, W, 3] uint8 to rewards [B], as CLIPReward does.
         renderer: draws states [B, S], as ClassicRenderer and MujocoRenderer do.
         to_states: observations [B, ...] -> states [B, S]. imitation hands over observations, which
-            must say all that a picture shows: CartPole's do; the humanoid's not where it is.
+            must contain all that a picture shows: CartPole's do, but the humanoid's leave out where
+            it is.
     """
 
     def __init__(self, reward, renderer, to_states=np.asarray):
@@ -45,7 +45,7 @@ class CLIPRewardFn:
 
 
 def make_env():
-    """imitation wants episodes of one length: CartPole that goes on when the pole falls."""
+    """Make a CartPole that goes on when the pole falls: imitation wants episodes of one length."""
     return gym.wrappers.TimeLimit(CartPoleTask(gym.make("CartPole-v1").unwrapped), 200)
 
 

@@ -1,17 +1,17 @@
-"""A reward that is not CLIP's, from the same pool: whatever maps pictures to numbers.
+"""A reward of your own: anything that maps pictures to numbers.
 
-    python examples/new_reward.py        # four poses of the humanoid by two such rewards
+    python examples/new_reward.py        # four poses of the humanoid, scored by two such rewards
 
-A reward is a torch module that maps frames [B, H, W, 3] uint8 to [B] float32; what makes it is
+A reward is a torch module that maps frames [B, H, W, 3] uint8 to [B] float32. What makes it is
 called once in every worker with the worker's device, and must be picklable: a class or a function
 of a module, with its settings bound by functools.partial. (With several cameras frames are [B, V,
-H, W, 3], and the reward says what becomes of V; these two want one.) Two of them are here: the
-distance to a picture of the goal, pixel by pixel, and a small head on CLIP's embeddings, as
-aesthetic scores are.
+H, W, 3], and the reward has to reduce V; these two support one camera.) Two of them are here: the
+distance to a picture of the goal, pixel by pixel, and a small head on CLIP's embeddings, the form
+of aesthetic scores.
 
-To learn from one, copy a script and replace the line that makes its pool (docs/new_task.md):
+To learn from one, copy a script and replace the line that makes its reward (docs/new_task.md):
 
-    pool = clip_reward.RewardPool(draw, functools.partial(GoalDistance, goal=goal), ["cpu"])
+    score = functools.partial(GoalDistance, goal=goal)
 """
 
 import functools
@@ -32,7 +32,7 @@ import egl_render
 
 class GoalDistance(nn.Module):
     """1 minus the mean distance, per pixel and colour, to a picture [H, W, 3] uint8 of the goal,
-    both made as small as 16 x 16: what is beside its goal is nearer to it than what is far away."""
+    both shrunk to 16 x 16, so that what is beside its goal is nearer to it than what is far off."""
 
     def __init__(self, device, goal):
         super().__init__()
@@ -51,7 +51,7 @@ class GoalDistance(nn.Module):
 
 class LinearHead(nn.Module):
     """A linear layer on CLIP's unit-norm embeddings, the form of most aesthetic scores: weights [D]
-    and a bias from a file of one's own (here: words against other words, the simplest head)."""
+    and a bias from a file of yours (here: some words against others, the simplest head)."""
 
     def __init__(self, device, model, more, less):
         super().__init__()
@@ -63,8 +63,9 @@ class LinearHead(nn.Module):
         return self.clip.embed_images(frames) @ self.weight + self.bias
 
 
-def make_renderer(size=64):
-    """Called in every worker once it is bound to its GPU: nothing imports mujoco before."""
+def make_renderer(device, size=64):
+    """Make what draws states; called in every worker."""
+    egl_render.setup_gl(device)  # before mujoco is imported
     from tiny_clip.poses import HUMANOID_XML
 
     return egl_render.MujocoRenderer(egl_render.textured_model(HUMANOID_XML), size)
@@ -77,7 +78,7 @@ def main():
     rng, names = np.random.default_rng(1), ("kneeling", "standing", "lotus", "lying_back")
     qpos = np.concatenate([poses.sample(name, rng, 50) for name in names])
     states = np.pad(qpos, ((0, 0), (0, 23)))  # at rest
-    goal = make_renderer().render(np.pad(poses.sample("kneeling", rng), ((0, 0), (0, 23))))[0]
+    goal = make_renderer("cpu").render(np.pad(poses.sample("kneeling", rng), ((0, 0), (0, 23))))[0]
     rewards = {
         "distance to a picture of kneeling": functools.partial(GoalDistance, goal=goal),
         "head: kneeling against standing": functools.partial(
@@ -88,8 +89,8 @@ def main():
         ),
     }
     for title, make_reward in rewards.items():
-        with clip_reward.RewardPool(make_renderer, make_reward, ["cpu"]) as pool:
-            scores = pool.score(states).reshape(len(names), -1)
+        scorer = clip_reward.Scorer(make_renderer, make_reward)  # in this process
+        scores = scorer.score(states)[0].reshape(len(names), -1)
         means = "  ".join(f"{name} {mean:.3f}" for name, mean in zip(names, scores.mean(1)))
         print(f"{title}: {means}")
 

@@ -3,12 +3,12 @@
     pip install stable-baselines3
     python examples/sb3_clip_reward.py --seed 1        # with tiny_clip: four minutes on two cores
 
-`CLIPVecEnv` hands every state to the RewardPool, which draws and scores while the episode is still
-being played, and pays 0. `CLIPRewards` takes all rewards when the rollout is over and writes them
-over the zeros in the replay buffer, before the first update sees them. Why not reward by reward, in
-`step_wait`? Every step would wait for a picture and for CLIP, with one state per environment where
-CLIP wants dozens. Algorithms that learn from the rollout itself (PPO, A2C) have computed their
-advantages before a callback is asked: they need the slow way, see gym_wrapper.py.
+`CLIPVecEnv` hands every state to the pool of workers, which draw and score while the episode is
+still being played, and returns reward 0. `CLIPRewards` takes all rewards at the end of the rollout
+and writes them over the zeros in the replay buffer, before the first update. Why not reward by
+reward, in `step_wait`? Every step would wait for a picture and for CLIP, with one state per
+environment where CLIP wants dozens. Algorithms that learn from the rollout itself (PPO, A2C) have
+computed their advantages before a callback is called: they need the slow way, see gym_wrapper.py.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper
 
-from egl_render import ClassicRenderer
-from environments.classic import CartPoleTask
+from environments.classic import CartPoleTask, ClassicRenderer
+from training.workers import Pool
 
 EPISODE = 200
 PROMPT = "pole vertically upright on top of the cart"
@@ -47,12 +47,12 @@ class CLIPVecEnv(VecEnvWrapper):
 
     def step_wait(self):
         observations, rewards, dones, infos = self.venv.step_wait()
-        self.pool.put(states=np.stack([info["states"] for info in infos]))
+        self.pool.put(np.stack([info["states"] for info in infos]))
         return observations, np.zeros_like(rewards), dones, infos
 
 
 class CLIPRewards(BaseCallback):
-    """Puts the rewards of a rollout into the replay buffer when it is over."""
+    """Write the rewards of a rollout into the replay buffer when it is over."""
 
     def __init__(self, pool):
         super().__init__()
@@ -75,27 +75,31 @@ def make_env():
     return gym.wrappers.TimeLimit(env, EPISODE)  # a truncation: stable-baselines3 bootstraps it
 
 
+def make_renderer(device, size=64):
+    return ClassicRenderer("CartPole-v1", size)
+
+
 def train(seed, steps, num_envs=4):
-    """-> a model, and the share of 100 episodes in which the pole never fell."""
+    """Return a model, and the share of 100 episodes in which the pole never fell."""
     args = clip_reward.RewardArgs(target_prompt=(PROMPT,), clip_model="local-dir:tiny_clip")
-    make_reward = functools.partial(clip_reward.make_clip_reward, args=args)
-    make_renderer = functools.partial(ClassicRenderer, "CartPole-v1", 64)
-    with clip_reward.RewardPool(make_renderer, make_reward, args.devices()) as pool:
-        envs = CLIPVecEnv(DummyVecEnv([make_env] * num_envs), pool)
-        model = sb3.DQN(
-            *("MlpPolicy", envs),
-            train_freq=EPISODE,  # a rollout is one episode of each
-            gradient_steps=EPISODE,
-            learning_starts=1000,
-            learning_rate=lambda left: 5e-4 * left,
-            tau=0.01,
-            target_update_interval=1,  # steps of the environments, and not updates as elsewhere
-            exploration_final_eps=0.04,
-            policy_kwargs={"net_arch": [256, 256]},
-            seed=seed,
-        )
-        model.learn(steps, CLIPRewards(pool))
-    # 1 for every step at which the pole stands; on starts of its own, without exploration
+    make_reward = functools.partial(clip_reward.make_clip_reward, args)
+    pool = Pool(make_renderer, make_reward, args.devices())
+    envs = CLIPVecEnv(DummyVecEnv([make_env] * num_envs), pool)
+    model = sb3.DQN(
+        *("MlpPolicy", envs),
+        train_freq=EPISODE,  # a rollout is one episode of each environment
+        gradient_steps=EPISODE,
+        learning_starts=1000,
+        learning_rate=lambda left: 5e-4 * left,
+        tau=0.01,
+        target_update_interval=1,  # environment steps, not updates as elsewhere
+        exploration_final_eps=0.04,
+        policy_kwargs={"net_arch": [256, 256]},
+        seed=seed,
+    )
+    model.learn(steps, CLIPRewards(pool))
+    pool.close()
+    # the return counts the steps at which the pole stands; on new starts, without exploration
     alone = DummyVecEnv([make_env] * 20)
     alone.seed(10_000 + seed)
     returns, _ = evaluate_policy(model, alone, 100, return_episode_rewards=True, warn=False)

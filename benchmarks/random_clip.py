@@ -1,0 +1,60 @@
+"""Write a folder with a CLIP of random weights, for `--clip-model local-dir:FOLDER`.
+
+    python benchmarks/random_clip.py ViT-L-14 /tmp/ViT-L-14
+
+For benchmarks, tests and machines without network: as fast and as large as the real model, with
+the preprocessing of the architecture's first pretrained weights. Its rewards mean nothing.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import open_clip
+import torch
+import tyro
+from safetensors.torch import save_file
+
+PLAIN_VOCABULARY = 49408  # of open_clip's own tokenizer, which needs no download
+
+
+def main(arch: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path]) -> None:
+    """Write open_clip_config.json and open_clip_model.safetensors (half precision).
+
+    Args:
+        arch: an architecture of open_clip.list_models()
+        folder: where to write, made if it is missing
+    """
+    if arch not in open_clip.list_models():
+        sys.exit(f"error: {arch} is not in open_clip.list_models()")
+    config = open_clip.get_model_config(arch)
+    text = config.get("text_cfg", {})
+    if "hf_model_name" in text:
+        sys.exit(f"error: the text tower of {arch} is {text['hf_model_name']}, a download")
+    if text.get("hf_tokenizer_name"):
+        # The folder would need that tokenizer's files. Random weights understand no word anyway.
+        print(f"{arch} gets open_clip's own tokenizer, not {text['hf_tokenizer_name']}")
+        text = {key: text[key] for key in text if "tokenizer" not in key}
+        config["text_cfg"] = text | {"vocab_size": PLAIN_VOCABULARY}
+    tags = open_clip.list_pretrained_tags_by_model(arch)
+    pretrained = open_clip.get_pretrained_cfg(arch, tags[0]) if tags else {}
+    config |= {"quick_gelu": True} if pretrained.get("quick_gelu") else {}
+    names = ("mean", "std", "interpolation", "resize_mode")
+    preprocess = {name: pretrained[name] for name in names if pretrained.get(name)}
+    written = {"model_cfg": config, "preprocess_cfg": preprocess}
+
+    print(f"WARNING: {arch} in {folder} has RANDOM weights", file=sys.stderr)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
+    logging.disable()  # open_clip, too, warns that these weights are random
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {"load_weights": False, "pretrained_text": False, "device": device}
+    model = open_clip.create_model(f"local-dir:{folder}", **options)
+    weights = {name: value.cpu().contiguous() for name, value in model.half().state_dict().items()}
+    save_file(weights, folder / "open_clip_model.safetensors")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
