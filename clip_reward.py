@@ -55,7 +55,7 @@ def first_line(error: BaseException) -> str:
 # ------------------------------------------------------------------------------ flags
 
 
-@dataclass
+@dataclass(config={"extra": "forbid"})
 class RewardArgs:
     """Flags of the reward."""
 

@@ -59,7 +59,7 @@ from training.workers import Pool
 Share = Annotated[float, Interval(ge=0, le=1)]
 
 
-@dataclass
+@dataclass(config={"extra": "forbid"})
 class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """CartPole-v1 or MountainCar-v0"""

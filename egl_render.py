@@ -26,7 +26,7 @@ import numpy as np
 from annotated_types import Interval
 from pydantic.dataclasses import dataclass
 
-from clip_reward import UsageError
+from clip_reward import UsageError, first_line
 
 if TYPE_CHECKING:
     import mujoco
@@ -93,7 +93,11 @@ def is_software(name: str) -> bool:
 def quiet_mujoco() -> None:
     """Drop MuJoCo's deprecation warnings about model files: users cannot fix Gymnasium's files.
     Other warnings go to stderr."""
-    import mujoco
+    try:
+        import mujoco
+    except Exception as error:  # half a dozen kinds, by library
+        where = f"MUJOCO_GL is {os.environ.get('MUJOCO_GL', 'not set')}"
+        raise UsageError(f"mujoco cannot be imported ({first_line(error)}); {where}") from error
 
     mujoco.set_mju_user_warning(
         lambda text: None if "deprecated" in text else print(f"MuJoCo: {text}", file=sys.stderr)
@@ -104,7 +108,7 @@ def quiet_mujoco() -> None:
 Metres = Annotated[float, Interval(gt=-1e6, lt=1e6)]
 
 
-@dataclass
+@dataclass(config={"extra": "forbid"})
 class RenderArgs:
     """Flags of the pictures that CLIP sees."""
 

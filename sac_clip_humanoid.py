@@ -57,7 +57,7 @@ from training.workers import Pool, stop_signals_blocked
 LearningRate = Annotated[float, Interval(gt=0, le=1)]
 
 
-@dataclass
+@dataclass(config={"extra": "forbid"})
 class Args(RunArgs):
     env_id: str = "Humanoid-v5"
     """Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers it.

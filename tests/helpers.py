@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 import clip_reward
 import egl_render
-from training.flags import checkpoints
+from training.run import checkpoints
 
 egl_render.setup_gl()  # before any test imports mujoco
 ROOT = Path(clip_reward.__file__).resolve().parent
@@ -24,7 +25,7 @@ TINY = "local-dir:tiny_clip"
 class PaintRenderer:
     """Paints the first number of a state (0..255) into every pixel of a tiny frame."""
 
-    def __init__(self, size=4):
+    def __init__(self, device="cpu", size=4):
         self.frame_shape = (size, size, 3)
 
     def render(self, states, out=None):
@@ -40,12 +41,12 @@ class PaintRenderer:
 
 
 class MeanReward(torch.nn.Module):
-    """The mean pixel times `gain`, after `delay` seconds a call, or else `error` is raised. A file
-    named after its process and the first pixel is in `folder` from the beginning of a call."""
+    """The mean pixel, after `delay` seconds a call, or else `error` is raised. A file named after
+    its process and the first pixel is in `folder` from the beginning of a call."""
 
-    def __init__(self, device, delay=0.0, folder=None, gain=1.0, error=None):
+    def __init__(self, device, delay=0.0, folder=None, error=None):
         super().__init__()
-        self.delay, self.folder, self.gain, self.error = delay, folder, gain, error
+        self.delay, self.folder, self.error = delay, folder, error
 
     def forward(self, frames):
         if self.folder:
@@ -53,12 +54,26 @@ class MeanReward(torch.nn.Module):
         time.sleep(self.delay)
         if self.error:
             raise self.error
-        return self.gain * frames.float().mean(dim=(1, 2, 3))
+        return frames.float().mean(dim=(1, 2, 3))
 
 
 def make_nothing(device, error):
-    """A make_reward that fails."""
+    """A make_renderer or make_reward that fails."""
     raise error
+
+
+def make_slowly(device, seconds):
+    """A make_reward that takes so long."""
+    time.sleep(seconds)
+    return MeanReward(device)
+
+
+class Unpicklable(Exception):
+    """What cannot be sent from one process to another."""
+
+    def __init__(self):
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
 
 
 def humanoid_states(count, seed=0):

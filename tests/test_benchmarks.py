@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import plot_runs
 
@@ -21,25 +22,31 @@ def run(*command, code=0, **environment):
     return run
 
 
+@pytest.mark.slow
 def test_everything_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
-    """gpu.sh: CLIP alone, drawing alone, end to end, updates and the overlap, in one JSON."""
+    """gpu.sh: CLIP alone, drawing alone, end to end, updates, the overlap and a model of random
+    weights, in one JSON."""
     printed = run("benchmarks/gpu.sh", tmp_path, DEVICE="cpu", PYTHON=sys.executable).stdout
     assert (tmp_path / "table.txt").read_text() in printed and "INCOMPLETE" not in printed
     everything = json.loads((tmp_path / "all.json").read_text())
-    tiny, overlap, updates = (everything[name] for name in ("tiny_clip", "overlap", "updates"))
+    names = ("tiny_clip", "overlap", "updates", "ViT-B-32")
+    tiny, overlap, updates, random = (everything[name] for name in names)
     assert set(tiny["stages"]) == {"physics", "render", "CLIP", "update", "end to end"}
     assert all(f"{stage} " in printed for stage in tiny["stages"])
     rates = [unit for stage in tiny["stages"].values() for unit in stage.values()]
     assert min(rates) > 0
     end_to_end = tiny["stages"]["end to end"]["steps/s"]
-    alone = tiny["clip_alone"]["frames_per_s"]["64"]
+    alone = tiny["clip_alone_frames_per_s"]["64"]
     assert tiny["end_to_end_of_clip_alone"] == pytest.approx(end_to_end / alone)
     assert tiny["draw_alone_frames_per_s"] > 0
     assert overlap["args"]["gradient_steps"] == 1
     assert overlap["scorer_alone_frames_per_s"] == pytest.approx(625, rel=0.3)  # 1.6 ms a frame
     assert 0 < overlap["end_to_end_of_scorer_alone"] < 1.1
-    assert overlap["stages"]["render"]["frames/s"] > 10_000, "nothing is drawn for who sleeps"
+    assert overlap["stages"]["render"]["frames/s"] > 10_000, (
+        "nothing is drawn for workers that sleep"
+    )
     assert updates["updates_per_second"].keys() == {"SAC", "DQN"}
+    assert random["stages"]["CLIP"]["frames/s"] > 0
 
 
 def test_a_piece_that_fails_is_named_and_makes_the_exit_code_1(tmp_path):
@@ -80,8 +87,43 @@ def test_plot_runs_groups_seeds_and_draws(tmp_path):
 
 def test_intervals_over_seeds_are_those_of_the_bootstrap():
     values = np.random.default_rng(1).normal(size=(8, 5)) + np.arange(5)
-    middle, low, high = plot_runs.interval(values, plot_runs.STATISTICS["iqm"])
-    np.testing.assert_allclose(middle, np.sort(values, axis=0)[2:6].mean(0))
+    mean, low, high = plot_runs.interval(values)
+    np.testing.assert_allclose(mean, values.mean(0))
     drawn = np.random.default_rng(2).integers(8, size=(20_000, 8))
-    means = np.sort(values[drawn], axis=1)[:, 2:6].mean(1)  # [resamples, 5]
+    means = values[drawn].mean(1)  # [resamples, 5]
     np.testing.assert_allclose([low, high], np.percentile(means, [2.5, 97.5], axis=0), atol=0.08)
+
+
+@pytest.mark.parametrize("arch", ["ViT-B-32", "RN50"])
+def test_a_random_model_is_loaded_like_any_other(arch, tmp_path):
+    """Half precision on the disk; the architecture's own preprocessing; the same for one seed."""
+    import open_clip
+    from safetensors.torch import load_file
+
+    from clip_reward import CLIPReward, load_clip
+
+    command = (sys.executable, "benchmarks/random_clip.py", arch)
+    said = run(*command, tmp_path).stderr
+    assert f"{arch} in {tmp_path} has RANDOM weights" in said
+    weights = load_file(tmp_path / "open_clip_model.safetensors")
+    floats = {value.dtype for value in weights.values() if value.is_floating_point()}
+    assert floats == {torch.float16}
+    clip = load_clip(f"local-dir:{tmp_path}")
+    tag = open_clip.list_pretrained_tags_by_model(arch)[0]
+    config = open_clip.get_pretrained_cfg(arch, tag)
+    mean, std = torch.tensor(config["mean"]), torch.tensor(config["std"])
+    torch.testing.assert_close(clip.preprocess.scale[:, 0, 0], 1 / (255 * std))
+    torch.testing.assert_close(clip.preprocess.shift[:, 0, 0], -mean / std)
+    activations = {type(module).__name__ for module in clip.model.transformer.modules()}
+    assert "QuickGELU" in activations, "the first weights are OpenAI's"
+    frames = torch.randint(256, (2, 64, 64, 3), dtype=torch.uint8)
+    assert CLIPReward(clip, ["a dog"])(frames).isfinite().all()
+    if arch == "RN50":
+        run(*command, tmp_path / "again")
+        again = load_file(tmp_path / "again/open_clip_model.safetensors")
+        assert all(torch.equal(again[name], value) for name, value in weights.items())
+
+
+def test_an_unknown_architecture_is_one_line(tmp_path):
+    said = run(sys.executable, "benchmarks/random_clip.py", "ViT-X", tmp_path, code=1).stderr
+    assert said == "error: ViT-X is not in open_clip.list_models()\n"

@@ -3,10 +3,13 @@
 benchmarks/container.sh runs the Dockerfile's steps; that takes five minutes and is no test here.
 """
 
+import ast
+import importlib.metadata
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -19,7 +22,7 @@ from helpers import ROOT
 
 import clip_reward
 import sac_clip_humanoid as sac
-from training.flags import flags_of, parse_args
+from training.run import flags_of, parse_args
 
 FILES = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / "kube").glob("*.yaml")}
 JOB, RAY, VOLUME = (FILES[name] for name in ("job.yaml", "rayjob.yaml", "volume.yaml"))
@@ -87,14 +90,14 @@ def test_the_rayjob_is_one_that_kuberay_takes():
     ids=["job.yaml", "rayjob.yaml"],
 )
 def test_the_script_takes_the_command_and_resumes(command, tmp_path, monkeypatch):
-    """All checks but the two that want the network and a GPU."""
+    """On a machine with a GPU; nothing is downloaded."""
     python, script, *words = [word.replace("/data", str(tmp_path)) for word in command]
     assert (python, script) == ("python", f"/app/{sac.__name__}.py")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", [script, *words])
-    monkeypatch.setattr(clip_reward, "check_model", lambda *_: None)
-    monkeypatch.setattr(clip_reward, "check_cost", lambda *_: None)
-    monkeypatch.setattr(clip_reward, "ray_cluster", lambda: (None, "GPU"))
+    monkeypatch.setattr(clip_reward, "ensure_downloaded", lambda *_: None)
+    monkeypatch.setattr(clip_reward, "cuda_devices", lambda: ["cuda:0"])
     args = parse_args(sac.Args, "")
     sac.check_args(args)
     assert args.reward.target_prompt == ("a humanoid robot kneeling",) and args.resume is None
@@ -144,7 +147,12 @@ def test_the_hook_sends_one_sigterm_and_waits_for_the_end():
 
 
 def names(requirements):
-    return set(re.findall(r"^[\w-]+", requirements, re.M))
+    return {name.lower() for name in re.findall(r"^[\w-]+", requirements, re.M)}
+
+
+SCRIPTS = "clip_reward egl_render sac_clip_humanoid dqn_clip_classic eval_epic".split()
+FOLDERS = ["environments", "evaluation", "scenes", "tiny_clip", "training"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_the_image_has_all_code_and_nothing_else():
@@ -152,19 +160,53 @@ def test_the_image_has_all_code_and_nothing_else():
     command = ["git", "ls-files", "--others", "--exclude-from=.dockerignore"]
     environment = os.environ | {"GIT_INDEX_FILE": "/nonexistent"}  # where nothing is tracked
     files = subprocess.check_output(command, cwd=ROOT, env=environment, text=True).split()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    wanted = {name.partition("/")[0] for name in wheel} | {"requirements.txt"}
     tops = {name.partition("/")[0] for name in files}
-    assert tops == wanted | {"benchmarks", "examples"}
+    scripts = {f"{name}.py" for name in SCRIPTS}
+    assert tops == scripts | {*FOLDERS, "benchmarks", "examples", "requirements.txt"}
     assert "tiny_clip/open_clip_model.safetensors" in files
     assert not [name for name in files if "__pycache__" in name]
+    assert re.search(r"^ENV HF_HOME=/data/", DOCKERFILE, re.M), "or each pod downloads the weights"
+
+
+def imported(paths):
+    """Names of the distributions that these files import."""
+    found = set()
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.partition(".")[0])
+    distributions = importlib.metadata.packages_distributions()
+    return {distributions[name][-1].lower() for name in found if name in distributions}
+
+
+def test_the_image_has_every_package_that_is_needed_and_no_other():
     script = re.search(r"sed '(.*?)' /tmp/requirements.txt", DOCKERFILE)[1]
-    kept = subprocess.check_output(["sed", script, ROOT / "requirements.txt"], text=True)
-    extras = project["project"]["optional-dependencies"]
-    in_image = [*project["project"]["dependencies"], *extras["train"], *extras["eval"]]
-    in_image += [*extras["track"], *extras["ray"]]
-    assert names(kept) == names("\n".join(in_image)) - {"clip-reward"}
+    kept = names(subprocess.check_output(["sed", script, ROOT / "requirements.txt"], text=True))
+    folders = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
+    used = imported([*(ROOT / f"{name}.py" for name in SCRIPTS), *folders]) - {"gradio"}
+    with_others = {"pyopengl", "pygame-ce", "timm", "safetensors"}  # what needs them brings them
+    assert used - with_others <= kept
+    assert kept - used <= {"transformers", "pandas", "pyarrow"}  # of tokenizers and of Ray Tune
+    extras = PROJECT["project"]["optional-dependencies"]
+    library = names("\n".join([*PROJECT["project"]["dependencies"]]))
+    assert library | names("\n".join([*extras["track"], *extras["ray"]])) <= kept
     everything = names((ROOT / "requirements.txt").read_text())
-    wanted = names("\n".join([*extras["label"], *extras["dev"]])) - {"clip-reward"}
-    assert everything - names(kept) == wanted
+    development = names("\n".join([*extras["label"], *extras["dev"]])) - {"clip-reward"}
+    assert everything - kept == development
+
+
+def test_a_wheel_is_the_library_and_its_data():
+    """tests/wheel.py installs it."""
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert all((ROOT / source).is_file() for source in wheel)
+    code = {source: target for source, target in wheel.items() if target.endswith(".py")}
+    library = SCRIPTS[:2]
+    assert code == {f"{name}.py": f"{name}/__init__.py" for name in library}
+    assert {target.partition("/")[0] for target in wheel.values()} == {*library}
+    for source in (ROOT / "scenes").glob("*.png"):
+        assert wheel[f"scenes/{source.name}"] == f"egl_render/scenes/{source.name}"
+    assert "scripts" not in PROJECT["project"]
+    files = [ROOT / f"{name}.py" for name in library]
+    needed = imported(files) - {"clip_reward", "egl_render", "timm", "pyopengl", "tensorboard"}
+    assert needed <= names("\n".join(PROJECT["project"]["dependencies"]))

@@ -37,13 +37,13 @@ def start(out, steps):
 def stopped(tmp_path_factory):
     """(folder, exit code, printed, processes it had) of a sweep in which somebody pressed Ctrl-C
     when both good prompts were being learned."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    pytest.importorskip("ray.tune", reason="Ray Tune is not installed: pip install '.[ray]'")
     out = tmp_path_factory.mktemp("sweep") / "out"
     process = start(out, 10**6)
     consoles = [out / "CartPole" / prompt / "1/console.txt" for prompt in GOOD]
     try:
         learning = wait_until(
-            lambda: all(file.exists() and "\nstep 96 " in file.read_text() for file in consoles),
+            lambda: all(file.exists() and "\nstep 96/" in file.read_text() for file in consoles),
             300,
         )
         assert learning, process.poll() is None or process.stdout.read()
@@ -69,6 +69,7 @@ def finished(stopped):
         return out, printed, {(line["prompt"], line["seed"]): line for line in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_checkpoints_and_no_process(stopped):
     out, code, printed, processes = stopped
     assert code == 130 and "Traceback" not in printed, printed
@@ -78,6 +79,7 @@ def test_ctrl_c_leaves_checkpoints_and_no_process(stopped):
         assert helpers.checkpoint(folder)["global_step"] >= 96
 
 
+@pytest.mark.slow
 def test_the_table_is_what_the_event_files_say(finished):
     out, printed, lines = finished
     assert lines.keys() == {(prompt, seed) for prompt in GOOD for seed in "12"}
@@ -94,22 +96,25 @@ def test_the_table_is_what_the_event_files_say(finished):
         steps = events["charts/clip_reward"][-1].step
         assert int(line["steps"]) == steps and (steps == 48 or seed == "1")
         seconds = sum(sum(values[f"time/{part}_s"]) for part in ("physics", "wait", "update"))
-        assert float(line["hours"]) == pytest.approx(seconds / 3600, rel=0.06)
-        assert (line["task"], line["share"]) == ("CartPole", "1 CPU")
+        assert float(line["hours"]) == pytest.approx(seconds / 3600, rel=1e-3)
+        assert line["task"] == "CartPole"
         shown = [text for text in printed.splitlines() if text.split()[:2] == ["CartPole", seed]]
-        assert any(text.split()[2] == line["clip_reward"] and prompt in text for text in shown)
+        clip_reward = f"{float(line['clip_reward']):.4g}"
+        assert any(text.split()[2] == clip_reward and prompt in text for text in shown)
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_one_line_and_the_others_finish(finished):
     out, printed, _ = finished
     failed = [line for line in printed.splitlines() if "FAILED" in line]
     assert len(failed) == 2 and "Traceback" not in printed
     for seed in (1, 2):
         console = out / "CartPole" / BAD / f"{seed}/console.txt"
-        line = f"FAILED, exit code 2: CartPole, seed {seed}, {BAD}; see {console}"
-        assert line in failed and "is the target, too" in console.read_text()
+        assert f"FAILED, exit code 2: see {console}" in failed
+        assert "target and baseline prompt are the same" in console.read_text()
 
 
+@pytest.mark.slow
 def test_the_plot_shows_both_prompts_in_both_panels(finished):
     picture = imageio.imread(finished[0] / "curves.png")[..., :3].astype(int)
     half = picture.shape[1] // 2

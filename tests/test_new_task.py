@@ -33,18 +33,24 @@ def apply(diff):
     return new, text
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_copy_changed_as_the_document_says_trains(number, tmp_path):
+@pytest.fixture(scope="module", params=range(3))
+def trained(request, tmp_path_factory):
+    """A copy of the document, trained for a few rollouts -> (number, script, run folder)."""
+    number, folder = request.param, tmp_path_factory.mktemp("copy")
     name, text = apply(DIFFS[number])
-    (tmp_path / name).write_text(text)
-    Image.fromarray(np.full((64, 64, 3), 90, np.uint8)).save(tmp_path / "goal.png")
+    (folder / name).write_text(text)
+    Image.fromarray(np.full((64, 64, 3), 90, np.uint8)).save(folder / "goal.png")
     command = r'(\S+) (--\S+) (".*"|\S+)(.*)'
     _, flag, value, more = re.fullmatch(command, COMMANDS[number]).groups()
     assert name in COMMANDS[number]
-    value = tmp_path / "goal.png" if value == "goal.png" else value.strip('"')
+    value = folder / "goal.png" if value == "goal.png" else value.strip('"')
     model = ["--clip-model", TINY] if number != 1 else more.split()
-    run(tmp_path / name, flag, value, *model, *SMALL, "--runs-dir", tmp_path / "runs")
-    folder = only_run(tmp_path / "runs")
+    run(folder / name, flag, value, *model, *SMALL, "--runs-dir", folder / "runs")
+    return number, folder / name, only_run(folder / "runs")
+
+
+def test_a_copy_changed_as_the_document_says_trains(trained):
+    number, _, folder = trained
     values, _ = scalars(folder)
     rewards = [event.value for event in values["charts/clip_reward"]]
     assert len(rewards) == 3 and np.std(rewards) > 0
@@ -52,14 +58,17 @@ def test_a_copy_changed_as_the_document_says_trains(number, tmp_path):
     assert ("charts/success_rate" in values) == (number != 1)
     if number == 1:  # no picture is farther than white from black
         assert all(0.5 < reward < 1 for reward in rewards)
-    (tmp_path / "done.py").write_text(
-        "def done(states):\n    'Done.'\n    return states[:, 0] < 9\n"
-    )
+
+
+def test_a_trained_copy_is_judged_if_it_is_named(trained, tmp_path):
+    _, script, folder = trained
+    done = "def done(states):\n    'Done.'\n    return states[:, 0] < 9\n"
+    (tmp_path / "done.py").write_text(done)
     judged = "success", "--run", folder, "--judge", f"{tmp_path}/done.py:done", "--episodes", 2
-    assert "100 % (2 of 2 episodes)" in run(ROOT / "eval_epic.py", *judged).stdout
-    (tmp_path / name).unlink()
+    said = run(ROOT / "eval_epic.py", *judged, "--script", script).stdout
+    assert "100 % (2 of 2 episodes)" in said
     said = run(ROOT / "eval_epic.py", *judged, code=2).stderr
-    assert re.fullmatch(rf"error: .*'{name[:-3]}'\n", said), said
+    assert re.fullmatch(rf"error: .*--script \S*{script.name}.*\n", said), said
 
 
 def test_a_robot_of_ones_own_is_nearest_to_the_picture_of_its_goal(tmp_path):
@@ -72,7 +81,8 @@ def test_a_robot_of_ones_own_is_nearest_to_the_picture_of_its_goal(tmp_path):
     run(script, *SMALL, "--runs-dir", tmp_path)
     folder = only_run(tmp_path)
     values, _ = scalars(folder)
-    run(ROOT / "sac_clip_humanoid.py", "--resume", folder, "--total-timesteps", 96)
+    more = "--resume", folder, "--total-timesteps", 96, "--judge", f"{script}:bent"
+    run(ROOT / "sac_clip_humanoid.py", *more)  # code is run only if it is named
     assert [event.value for event in values["charts/success_rate"]]
     env = gym.make("Lamp-v0").unwrapped
     model, camera = egl_render.textured_model(env.fullpath), egl_render.env_camera(env)
@@ -88,7 +98,7 @@ def test_a_robot_of_ones_own_is_nearest_to_the_picture_of_its_goal(tmp_path):
     assert lamp.bent(state[None])[0], "it can get there"
 
 
-def test_another_reward_is_computed_by_the_same_pool():
+def test_another_reward_is_computed_by_a_scorer():
     lines = run(ROOT / "examples/new_reward.py").stdout.splitlines()
     assert len(lines) == 2
     for line in lines:
@@ -108,7 +118,7 @@ def test_stable_baselines_learns_from_the_rewards_of_its_own_transitions():
     import sb3_clip_reward as example
 
     from clip_reward import CLIPReward, load_clip
-    from egl_render import ClassicRenderer
+    from environments.classic import ClassicRenderer
 
     model, share = example.train(seed=1, steps=800, num_envs=2)
     assert 0 <= share <= 1 and model.num_timesteps == 800
@@ -127,8 +137,8 @@ def test_stable_baselines_learns_from_the_rewards_of_its_own_transitions():
 
 def test_every_example_is_tested():
     tested = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    tested += (ROOT / "benchmarks/docs_commands.sh").read_text()
+    tested += (ROOT / "benchmarks/own_environments.sh").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         assert path.name in tested or f"import {path.stem}" in tested, path
         assert path.read_text().startswith(('"""', 'r"""'))
-        assert len(path.read_text().splitlines()) <= (203 if path.stem == "sweep" else 120), path
+        assert len(path.read_text().splitlines()) <= (166 if path.stem == "sweep" else 120), path

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from annotated_types import Len
+from annotated_types import Interval, Len
 from PIL import Image
 from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
@@ -30,7 +30,7 @@ from clip_reward import RewardArgs, RunError, UsageError, first_line
 from training.workers import STOP_SIGNALS, kill_children, warn
 
 
-@dataclass
+@dataclass(config={"extra": "forbid"})
 class RunArgs:
     """Flags of every run; the scripts' Args extend them."""
 
@@ -39,7 +39,7 @@ class RunArgs:
 
     exp_name: Annotated[str, Len(1, 100)] = Path(sys.argv[0]).stem
     """name of this experiment"""
-    seed: NonNegativeInt = 1
+    seed: Annotated[int, Interval(ge=0, lt=2**63)] = 1
     """seed of networks, environments, exploration and replay"""
     compile: bool = False
     """compile the updates with torch.compile, on a GPU into one CUDA graph"""
@@ -152,7 +152,12 @@ def parse_args(Args, description):
     parse = functools.partial(
         tyro.cli, Args, description=description, config=(tyro.conf.OmitArgPrefixes,)
     )
-    args = parse()
+    try:
+        args = parse()
+    except OSError:  # --help | head
+        sys.exit(141)
+    finally:
+        say(end="")
     if args.resume == "latest":
         args.resume = latest_run(args)
         say(f"--resume latest: {args.resume or 'no such run yet, a new one'}")
@@ -183,10 +188,10 @@ def excepthook(kind, error, trace):
     sys.exit(2 if issubclass(kind, UsageError) else 1)
 
 
-def say(*lines):
+def say(*lines, end="\n"):
     """Print lines, or nothing once stdout is closed (`| head -1`)."""
     try:
-        print(*lines, sep="\n", flush=True)
+        print(*lines, sep="\n", end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
