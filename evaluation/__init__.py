@@ -1,1 +1,1 @@
-"""What eval_epic.py calls: judges of states, datasets of states, figures, the labelling page."""
+"""What eval_epic.py calls: runs, datasets of states, rewards of models, figures, pages."""

@@ -1,139 +1,140 @@
-"""Rewards compared: models with labels (epic), prompts and cameras, a line of states."""
+"""Rewards compared: models with labels, prompts and cameras with labels, alphas along a line."""
 
-import functools
 import itertools
+import os
 import shlex
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-import clip_reward
-from clip_reward import UsageError
+import dqn_clip_classic as dqn
+import egl_render
 from environments import classic, judges
-from evaluation import datasets, figures, runs
-from evaluation.judging import labels_of
-from evaluation.metrics import auc, epic_distance, epic_interval, interval, pearson
-from evaluation.rewards import Variants, check_distinct, count_parameters, rewards_of, scored
-from training.run import flags_of, from_flags
+from evaluation import figures
+from evaluation.datasets import results_folder, two_classes, write_csv
+from evaluation.metrics import auc, epic_distance, interval, pearson
+from evaluation.rewards import check_distinct, count_parameters, score
+from evaluation.runs import make_scorer, script_of
+from training.run import flags_of, say
 
 
-def labelled(data, task, labels):
-    """Return the labelled rows [K] of a dataset and their labels [K]. Raises UsageError if all are
-    the same."""
-    values, _ = labels_of(labels, data, task)
-    rows = np.flatnonzero(np.isfinite(values))
-    if len(np.unique(values[rows])) < 2:
-        what = f"all {len(rows)} labels on states of {data.path} are the same"
-        raise UsageError(f"--labels {labels}: {what}; states of both kinds are needed")
-    return rows, values[rows]
+def compare(data, rows, truth, models, goals, alphas, camera_sets, resamples):
+    """Score states of a dataset by every combination -> [{"model", "prompt", "reward_alpha",
+    "camera_azimuth", "auc", "auc_low", "auc_high", "epic", .., "rewards" [K]}].
 
-
-def epic(data, task, labels, reward, make_renderer):
-    """Write EPIC distances of `reward` (evaluation.rewards.Rewards) to the labels of a dataset."""
-    rows, truth = labelled(data, task, labels)
-    states, episodes, name = data.states[rows], data.episode[rows], str(labels)
-    name = name if name in ("judge", "env") else name.rpartition("/")[2].removesuffix(".csv")
-    views = max(1, len(data.flags["camera_azimuth"]))
-    models = reward.each(task.prompts if task and task.target_prompt else data.flags, views)
-    out, good = datasets.results_folder(data.folder / f"epic_{name}"), truth > truth.mean()
-    goal = ", ".join(models[0].target_prompt + models[0].target_image)
-    print(f'"{goal}", {len(rows)} states of {len(np.unique(episodes))} episodes', end="")
-    print(f", labels: {labels}, above their mean: {100 * good.mean():.1f} %")
-    print(f"{'model':40} {'parameters':>12} {'alpha':>5}  EPIC distance (95 % interval)")
-    table, first = [], {}
+    Args:
+        rows, truth: which states [K], and their labels [K]; AUC counts those above the mean as
+            good. Intervals are bootstrapped over episodes.
+        models: [RewardArgs]; goals and alphas as in `score`; camera_sets: [(number of view, ..)].
+    """
+    azimuths, good = data.args.render.camera_azimuth, truth > truth.mean()
+    table, kinds = [], {"auc": (auc, good), "epic": (epic_distance, truth)}
     for model in models:
-        rewards = rewards_of(model, reward.reward_alpha, make_renderer, states)
-        parameters = count_parameters(model.clip_model)
-        first[model.clip_model] = rewards[reward.reward_alpha[0]]
-        for alpha, values in rewards.items():
-            found = epic_interval(values, truth, episodes)
-            row = {"dataset": data.path.stem, "labels": labels, "task": task and task.name}
-            row |= {"model": model.clip_model, "parameters": parameters, "reward_alpha": alpha}
-            table.append(row | dict(zip(("epic", "low", "high"), found)) | {"states": len(rows)})
-            print(f"{model.clip_model:40} {parameters:12,} {alpha:5.2f}  ", end="")
-            print("{:.4f} ({:.4f} to {:.4f})".format(*found))
-    datasets.write_csv(out / "epic.csv", table[0], table)
-    figures.draw_epic(out, f"{data.path.stem}, labels: {name}", table, first, good)
-    print(f"wrote {out}/epic.csv, epic_alpha.png, epic_scaling.png, histograms.png")
-
-
-def prompts(data, task, prompts, alphas, labels, model, out, script=None):
-    """Write AUC and EPIC distance of every combination of prompts, alphas and the cameras of a
-    dataset, and print the command that trains with the best."""
-    azimuths = tuple(data.flags["camera_azimuth"])
-    said, views = (task.prompts if task.target_prompt else data.flags), max(1, len(azimuths))
-    prompts = prompts or (*said["target_prompt"], *task.paraphrases)
-    check_distinct(prompts=prompts, alphas=alphas, camera_azimuth=azimuths or ("its own",))
-    rows, good = labelled(data, task, labels)
-    good, states, episodes = good > 0, data.states[rows], data.episode[rows]
-    scene = model.baseline_prompt or tuple(said["baseline_prompt"])
-    model = replace(model, baseline_prompt=scene, target_prompt=prompts, reward_alpha=max(alphas))
-    for prompt in prompts:
-        clip_reward.check_prompts([prompt], scene, max(alphas))
-    model.check()
-    model.clip_batch_size = max(1, model.clip_batch_size // views)  # states
-    out = datasets.results_folder(out.parent / "_".join(filter(None, (out.name, task.name))))
-    make = functools.partial(Variants, model, prompts, alphas)
-    rewards = scored(model, make, runs.renderer_of(data, script), states)  # [N, V, prompts, alphas]
-    sets = [itertools.combinations(range(views), k) for k in sorted({1, min(views, 2), views})]
-    table = []
-    for chosen in itertools.chain(*sets):
-        seen = " ".join(f"{azimuths[v]:g}" for v in chosen) if azimuths else ""
-        by_prompt = rewards[:, chosen].mean(1)
-        for (p, prompt), (a, alpha) in itertools.product(enumerate(prompts), enumerate(alphas)):
-            row = {"prompt": prompt, "reward_alpha": alpha, "camera_azimuth": seen}
-            for name, statistic in ("auc", auc), ("epic", epic_distance):
-                found = interval(statistic, by_prompt[:, p, a], good, episodes, resamples=300)
+        scores = score(model, goals, alphas, data.args, data.states[rows])  # [K, V, goals, alphas]
+        variants = itertools.product(camera_sets, enumerate(goals), enumerate(alphas))
+        for cameras, (g, goal), (a, alpha) in variants:
+            rewards = scores[:, cameras, g, a].mean(1).astype(np.float64)
+            row = {"model": model.clip_model, "prompt": ", ".join(goal), "reward_alpha": alpha}
+            row["camera_azimuth"] = " ".join(f"{azimuths[v]:g}" for v in cameras if azimuths)
+            for name, (statistic, labels) in kinds.items():
+                found = interval(statistic, rewards, labels, data.episode[rows], resamples)
                 row |= dict(zip((name, f"{name}_low", f"{name}_high"), found))
-            table.append(row | {"rewards": by_prompt[:, p, a]})
-    title = f"{task.name}, {figures.short(model.clip_model)}"
-    figures.draw_prompts(out / "prompts.png", title, table)
+            table.append(row | {"rewards": rewards})
+    return table
+
+
+def say_table(table, last, words):
+    """Print rows of `compare`; each line ends with `words`, filled in from its row."""
+    say(f"{'AUC (95 % interval)':24} {'EPIC (95 % interval)':24} alpha  {last}")
+    for row in table:
+        cells = [
+            f"{row[x]:.3f} ({row[x + '_low']:.3f} to {row[x + '_high']:.3f})"
+            for x in ("auc", "epic")
+        ]
+        say(f"{cells[0]:24} {cells[1]:24} {row['reward_alpha']:5.2f}  {words.format(**row)}")
+
+
+def save_table(path, table, **about):
+    """Write rows of `compare` as CSV, each with what they are about."""
+    rows = [about | {name: row[name] for name in row if name != "rewards"} for row in table]
+    write_csv(path, list(rows[0]), rows)
+
+
+def words_for(data, task):
+    """Return (target prompts, baseline prompts) of a task, or else of a dataset."""
+    said = task.prompts if task and task.target_prompt else vars(data.args.reward)
+    return tuple(said["target_prompt"]), tuple(said["baseline_prompt"])
+
+
+def epic(data, task, labels, reward):
+    """Compare the models of `reward` (Rewards) by the labels of a dataset: table and figures."""
+    rows, truth = two_classes(labels, data, task)
+    models, good = reward.models(*words_for(data, task)), truth > truth.mean()
+    out = results_folder(data.folder / f"epic_{Path(labels).stem}")
+    goal, cameras = models[0].target_prompt, [tuple(range(data.args.render.views))]
+    words = f'"{", ".join(goal + models[0].target_image)}", {len(rows)} states'
+    say(f"{words}, labels: {labels}, above their mean: {100 * good.mean():.1f} %")
+    table = compare(data, rows, truth, models, [goal], reward.reward_alpha, cameras, 1000)
+    sizes = {model.clip_model: count_parameters(model.clip_model) for model in models}
+    table = [row | {"parameters": sizes[row["model"]]} for row in table]
+    say_table(table, f"{'parameters':>12}  model", "{parameters:12,}  {model}")
+    about = {"dataset": data.path.stem, "labels": labels, "task": task and task.name}
+    save_table(out / "epic.csv", table, **about, states=len(rows))
+    figures.draw_epic(out, f"{data.path.stem}, labels: {Path(labels).stem}", table, good)
+    say(f"wrote {out}/epic.csv, epic_alpha.png, epic_scaling.png, histograms.png")
+
+
+def prompts(data, task, labels, reward, out):
+    """Compare the models, prompts and alphas of `reward` (Prompts) and the cameras of a dataset by
+    its labels: table, contact sheet, and the command that trains with the best."""
+    azimuths, views = data.args.render.camera_azimuth, data.args.render.views
+    targets, baselines = words_for(data, task)
+    targets = reward.target_prompt or (*targets, *task.paraphrases)
+    check_distinct(target_prompt=targets, camera_azimuth=azimuths or ("its own",))
+    rows, truth = two_classes(labels, data, task)
+    models, good = reward.models(targets, baselines), truth > truth.mean()
+    out = results_folder(out.parent / f"{out.name}_{task.name}")
+    goals, sizes = [(prompt,) for prompt in targets], sorted({1, min(views, 2), views})
+    cameras = [chosen for size in sizes for chosen in itertools.combinations(range(views), size)]
+    table = compare(data, rows, truth, models, goals, reward.reward_alpha, cameras, 300)
     table.sort(key=lambda row: (-round(row["auc"], 3), row["epic"]))
     best = table[0]
-    print(f"{task.name}: {len(rows)} states, {good.sum()} of them good ({labels})")
-    print(f"{'AUC (95 % interval)':24} {'EPIC (95 % interval)':24} alpha  {'azimuth':11}  prompt")
-    for row in table[:20]:
-        auc_words = "{auc:.3f} ({auc_low:.3f} to {auc_high:.3f})".format(**row)
-        epic_words = "{epic:.3f} ({epic_low:.3f} to {epic_high:.3f})".format(**row)
-        print(f"{auc_words:24} {epic_words:24} {row['reward_alpha']:5.2f}  ", end="")
-        print(f"{row['camera_azimuth']:11}  {row['prompt']}")
-    datasets.write_csv(out / "prompts.csv", [name for name in best if name != "rewards"], table)
-    data.flags["camera_azimuth"] = tuple(map(float, best["camera_azimuth"].split()))
-    scorer = runs.pictures(data, script)
-    figures.write_sheet(out / "states.png", extremes(scorer, states, good, best["rewards"]))
-    scorer.close()
-    print(f"wrote {out}/prompts.csv ({len(table)} rows), prompts.png, states.png (by the best, ten")
-    print("states each: highest rewards, highest of those not good, lowest of those that are)")
-    print(f"train with the best:\n    {training_command(data, model, best, script)}")
-
-
-def extremes(scorer, states, good, rewards):
-    """Return cells of a contact sheet: ten states each that a reward likes best, that it likes best
-    though they are not good, and that it likes least though they are."""
-    order = np.argsort(-rewards, kind="stable")
+    say(f"{task.name}: {len(rows)} states, {good.sum()} of them good ({labels})")
+    columns = f"{'azimuth':11}  prompt, model"
+    say_table(table[:20], columns, "{camera_azimuth:11}  {prompt}, {model}")
+    save_table(out / "prompts.csv", table)
+    seen = tuple(map(float, best["camera_azimuth"].split()))
+    data.args.render = replace(data.args.render, camera_azimuth=seen)
+    order = np.argsort(-best["rewards"], kind="stable")
     chosen = [order, order[~good[order]], order[good[order]][::-1]]
-    rows = np.concatenate([np.resize(part[:10], 10) for part in chosen])
-    frames = scorer.render(states[rows], 120)
-    return list(map(figures.framed, frames, (f"{x:.3f}" for x in rewards[rows]), good[rows]))
+    shown = np.concatenate([np.resize(part[:10], 10) for part in chosen])
+    with closing(make_scorer(data.args)) as scorer:
+        frames = scorer.render(data.states[rows[shown]], 120)
+    words = (f"{x:.3f}" for x in best["rewards"][shown])
+    figures.write_sheet(out / "states.png", map(figures.framed, frames, words, good[shown]))
+    say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png (by the best of them, ten")
+    say("states each: highest rewards, highest of those not good, lowest of those that are)")
+    baselines = models[0].baseline_prompt if best["reward_alpha"] else ()
+    say("train with the best:", f"    {training_command(data.args, best, baselines, reward)}")
 
 
-def training_command(data, model, row, script=None):
-    """Return the command line that trains on one of the combinations, drawn as `data` is."""
-    module = runs.load_script(data.arguments["script"], script)
-    args = from_flags(module.Args, data.flags)
-    wanted = {"target_prompt": (row["prompt"],), "reward_alpha": row["reward_alpha"]}
-    wanted["baseline_prompt"] = model.baseline_prompt if row["reward_alpha"] else ()
-    wanted |= {x: getattr(model, x) for x in ("clip_model", "clip_precision")} | vars(args.render)
-    default = flags_of(module.Args(env_id=args.env_id))
-    words = ["--env-id", args.env_id]
+def training_command(args, best, baselines, reward):
+    """Return the command line that trains on the best row, drawn as a script does with `args`."""
+    wanted = {"env_id": args.env_id, "target_prompt": best["prompt"], "baseline_prompt": baselines}
+    wanted |= {"reward_alpha": best["reward_alpha"], "clip_model": best["model"]}
+    wanted |= {"clip_precision": reward.clip_precision} | vars(args.render)
+    default = flags_of(type(args)(env_id=args.env_id)) | {"env_id": None}
+    words = ["python", os.path.relpath(script_of(args).__file__)]
     for name, value in wanted.items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words += [f"--{'no-' * (not value)}{flag}"] * (value != default[name])
-        elif value not in ((), default[name]) and name in default:
-            values = np.atleast_1d(value).tolist()
+        if value is False and default[name]:
+            words.append(f"--no-{flag}")
+        elif value not in ((), None, default[name]):
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
             words += [f"--{flag}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
-    return f"python {script or module.__name__ + '.py'} {shlex.join(words)}"
+    return shlex.join(words)
 
 
 SWEEPS = (  # one coordinate from end to end, all others are zero
@@ -145,10 +146,10 @@ SWEEPS = (  # one coordinate from end to end, all others are zero
 
 
 def landscape(reward, points, render_size, out):
-    """Write the rewards of `reward` (evaluation.rewards.Rewards) along SWEEPS."""
+    """Write the rewards of `reward` (Rewards) along SWEEPS: figure and table."""
     picture, file = out.with_suffix(".png"), out.with_suffix(".csv")
     picture.parent.mkdir(parents=True, exist_ok=True)
-    panels, rows = {name: [] for name in reward.clip_model}, []
+    panels, table = [], []
     for env_id, textured, label, low, high, index in SWEEPS:
         task, look = judges.task_for(env_id), "textured" if textured else "plain"
         goal = classic.MOUNTAIN_GOALS.get(env_id, 0.0)  # or a pole that stands upright
@@ -156,24 +157,24 @@ def landscape(reward, points, render_size, out):
         states = np.zeros((points, classic.CLASSIC_STATE_SIZES[env_id]))
         states[:, index] = values
         good = task.judge(states)
-        for model in reward.each(task.prompts):
+        render = egl_render.RenderArgs(render_size=render_size, textured=textured)
+        args = dqn.Args(env_id=env_id, render=render)
+        for model in reward.models(*task.prompts.values()):
             title = f"{figures.short(model.clip_model)}: {env_id}, {look}"
-            draw = functools.partial(draw_classic, env_id, textured, render_size)
-            rewards = rewards_of(model, reward.reward_alpha, draw, states)
-            panels[model.clip_model].append((title, label, values, goal, rewards))
+            scores = score(model, [model.target_prompt], reward.reward_alpha, args, states)[:, 0, 0]
+            rewards = dict(zip(reward.reward_alpha, scores.T.astype(np.float64)))
+            panels.append((title, label, values, goal, rewards))
             for alpha, along in rewards.items():
                 best, correlation = values[along.argmax()], pearson(along, good)
-                print(f"{title}, alpha {alpha:.2f}: largest at {best:+.3f}, ", end="")
-                print(f"goal at {goal:+.3f}; Pearson correlation with goal {correlation:+.3f}")
-                row = {"model": model.clip_model, "env_id": env_id, "look": look}
-                for value, number, is_goal in zip(values, along, good.astype(int)):
-                    point = {"value": value, "reward": number, "is_goal": is_goal}
-                    rows.append(row | {"reward_alpha": alpha} | point)
-    figures.draw_landscape(picture, list(panels.values()))
-    datasets.write_csv(file, rows[0], rows)
-    print(f"wrote {picture} and {file}")
-
-
-def draw_classic(env_id, textured, size, device):
-    """Make the renderer of a classic task; called in every worker."""
-    return classic.ClassicRenderer(env_id, size, textured)
+                say(
+                    f"{title}, alpha {alpha:.2f}: largest at {best:+.3f}, goal at {goal:+.3f}; "
+                    f"Pearson correlation with goal {correlation:+.3f}"
+                )
+                about = {"model": model.clip_model, "env_id": env_id, "look": look}
+                about["reward_alpha"] = alpha
+                for point in zip(values, along, good.astype(int)):
+                    table.append(about | dict(zip(("value", "reward", "is_goal"), point)))
+    panels.sort(key=lambda panel: panel[0].partition(":")[0])  # a row for each model
+    figures.draw_landscape(picture, panels, len(SWEEPS))
+    write_csv(file, list(table[0]), table)
+    say(f"wrote {picture} and {file}")

@@ -1,50 +1,52 @@
 """A dataset: states, what is known of them, and what they were made from, in one .npz file.
 
 Pictures are not part of it: a picture is a function of a state, drawn when somebody looks. A
-person's labels and all results are in the folder of the same name, data/kneeling/.
+person's labels and all results stand in the folder of the same name, data/kneeling/.
 """
 
-from __future__ import annotations
-
 import csv
-import dataclasses
+import io
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from clip_reward import UsageError
+from clip_reward import UsageError, first_line
+from environments.classic import CLASSIC_STATE_SIZES
 from environments.judges import THRESHOLD, task_for
+from evaluation.runs import Own, args_of, rollout, script_of
+from training.run import flags_of, write
+
+COLUMNS = {  # and numpy's kind of each
+    **{"states": "f", "episode": "i", "step": "i", "checkpoint_step": "i"},
+    **{"env_reward": "f", "success": "i", "pose": "U"},
+}
 
 
 @dataclass
 class Dataset:
-    """All arrays have a row for each of N states; a single value holds for all."""
+    """All arrays have one row for each of N states."""
 
-    arguments: dict  # what it was made from: source, seed, run, .. and "flags", those of the run
+    args: Any  # Args of a script: the task of these states, its prompt and judge, their pictures
+    made: dict  # what they were made from: "source" (run, uniform, poses), seed, ..
     states: np.ndarray  # [N, S] float64
-    episode: np.ndarray = None  # [N] int
-    step: np.ndarray = 0  # [N] int, in the episode, from 0
-    checkpoint_step: np.ndarray = -1  # [N] int, -1: from no checkpoint
-    env_reward: np.ndarray = np.nan  # [N] the environment's own reward, NaN where unknown
-    success: np.ndarray = -1  # [N] its episode's, by the task's own rule; -1: it has none
-    pose: np.ndarray = ""  # [N] str, "" where unknown
+    episode: Any = None  # [N] int
+    step: Any = 0  # [N] int, in the episode, from 0
+    checkpoint_step: Any = -1  # [N] int, -1: from no checkpoint
+    env_reward: Any = np.nan  # [N] the environment's own reward, NaN where unknown
+    success: Any = -1  # [N] its episode's, by the task's own rule; -1: it has none
+    pose: Any = ""  # [N] str, "" where unknown
     path: Path = Path("dataset.npz")
 
     def __post_init__(self):
         self.episode = np.arange(len(self)) if self.episode is None else self.episode
-        for name in COLUMNS[1:]:
+        for name in list(COLUMNS)[1:]:  # a single value is that of all states
             setattr(self, name, np.full(len(self), getattr(self, name)))
 
     def __len__(self):
         return len(self.states)
-
-    @property
-    def flags(self):
-        """{name: value} of the run, or of one that would draw these states: env_id, camera, .."""
-        return self.arguments["flags"]
 
     @property
     def folder(self):
@@ -57,8 +59,8 @@ class Dataset:
         return rows[np.argsort(self.step[rows], kind="stable")]
 
     def episode_success(self, episode, verdicts, own_rule=True):
-        """Return whether an episode is a success: by the task's own rule if it has one, else if the
-        verdicts [N] (1, 0, NaN: none) on at least half of its states are good."""
+        """Return whether an episode is a success: by the task's own rule if it has one, else if at
+        least half of the verdicts on its states (of [N] 1, 0 or NaN: none) are good."""
         rows = self.episode == episode
         own = self.success[rows][0]
         if own_rule and own >= 0:
@@ -67,36 +69,64 @@ class Dataset:
         return bool(len(judged) and judged.mean() >= THRESHOLD)
 
 
-COLUMNS = [field.name for field in dataclasses.fields(Dataset)][1:-1]
-
-
 def save_dataset(dataset, path):
     """Write the .npz of a dataset."""
     columns = {name: getattr(dataset, name) for name in COLUMNS}
+    saved = {"script": script_of(dataset.args).__file__, "flags": flags_of(dataset.args)}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, arguments=json.dumps(dataset.arguments), **columns)
+    np.savez_compressed(path, arguments=json.dumps(dataset.made | saved, default=str), **columns)
 
 
-def load_dataset(path) -> Dataset:
-    """Read a file that `save_dataset` wrote. Raises UsageError for anything else."""
+def load_dataset(path, own=None) -> Dataset:
+    """Read a file that `save_dataset` wrote. Raises UsageError for anything else, and as `args_of`
+    for code that `own` (an Own) does not name."""
     path = Path(path)
     try:
         with np.load(path) as file:
-            data = Dataset(
-                json.loads(str(file["arguments"])), **{x: file[x] for x in COLUMNS}, path=path
-            )
-        data.flags["env_id"], data.flags["target_prompt"], data.arguments["script"]
-        assert data.states.ndim == 2 and all(len(getattr(data, x)) == len(data) for x in COLUMNS)
-        return data
+            columns = {name: file[name] for name in COLUMNS}
+            made = dict(json.loads(str(file["arguments"])))
+        saved = dict(made.pop("flags")) | {"script": made.pop("script")}
+        for name, column in columns.items():
+            shaped = column.ndim == (2 if name == "states" else 1) and len(column)
+            if column.dtype.kind != COLUMNS[name] or not shaped:
+                raise ValueError(f"{name} is {column.shape} {column.dtype}")
+        if len({len(column) for column in columns.values()}) > 1:
+            raise ValueError("columns of several lengths")
+        if not np.isfinite(columns["states"]).all():
+            raise ValueError("NaN or infinity among the states")
     except Exception as error:  # unpacking alone raises half a dozen kinds
-        made = "what eval_epic.py collect makes"
-        raise UsageError(f"{path} is missing, damaged or not {made}: {error!r}") from error
+        problem = f"missing, damaged or not what eval_epic.py collect makes: {first_line(error)}"
+        raise UsageError(f"{path}: {problem}") from error
+    args, length = args_of(saved, path, own or Own())
+    if columns["states"].shape[1] != (length or columns["states"].shape[1]):
+        raise UsageError(f"{path}: the states of {args.env_id} have {length} numbers, not these")
+    return Dataset(args, made, **columns, path=path)
+
+
+def play(args, paths, episodes, key, explore=False, every=1, made=()):
+    """Play episodes of each checkpoint in `paths` and keep every `every`-th step -> Dataset.
+
+    Args:
+        key: (seed, number of the use), from which the starts follow; training never has them.
+        made: what else to say of where the dataset is from.
+    """
+    parts, (seed, use) = [], key
+    for k, path in enumerate(paths):
+        # a spawn key, because SeedSequence((0, 3, 0)) is SeedSequence((0, 3)), a rollout's
+        seeds = np.random.SeedSequence(seed, spawn_key=(use, k)).generate_state(episodes)
+        parts.append(rollout(args, path, seeds, explore))
+        parts[k]["episode"] += k * episodes
+    kept = parts[0]["step"] % every == every - 1
+    columns = {name: np.concatenate([part[name][kept] for part in parts]) for name in parts[0]}
+    return Dataset(args, {"source": "run"} | dict(made), **columns)
 
 
 def uniform_columns(env_id, count, seed):
-    """Return columns of states drawn uniformly. CartPole: the track, all angles, velocities up to 2
-    (no picture shows them); MountainCar: its observation space. The environment's own reward is
-    known except for MountainCarContinuous, where it depends on the action."""
+    """Draw states uniformly -> columns of a Dataset. CartPole: the track, all angles, velocities up
+    to 2 (no picture shows them); MountainCar: its observation space. Their own rewards are known
+    but for MountainCarContinuous, whose reward depends on the action."""
+    if env_id not in CLASSIC_STATE_SIZES:
+        raise UsageError(f"--env-id {env_id}: here are {', '.join(CLASSIC_STATE_SIZES)}")
     high = [2.4, 2.0, np.pi, 2.0] if env_id == "CartPole-v1" else [0.6, 0.07]
     low = np.negative(high) if env_id == "CartPole-v1" else [-1.2, -0.07]
     states = np.random.default_rng(seed).uniform(low, high, (count, len(low)))
@@ -116,24 +146,22 @@ def results_folder(path):
 
 
 def write_csv(path, columns, rows):
-    """Write rows, each {column: value}, as a CSV file that is flushed to the disk and renamed into
-    place. Raises OSError; the old file stays then."""
-    partial = Path(path).with_name(f".{Path(path).name}.tmp")
-    with open(partial, "w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    """Write rows, each {column: value}, as a CSV file; a kill or a full disk leaves the old one.
+    Raises RunError."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    write(Path(path), file.getvalue().encode())
 
 
+# the name of the dataset's file, "frame" or "episode", its number, the task's name, 1 or 0
 LABEL_COLUMNS = ["dataset", "unit", "index", "task", "label"]
 
 
 def label_rows(path):
-    """Read a file of labels -> (columns, rows {column: value}). Raises OSError, or UsageError for a
-    file that is not a CSV with LABEL_COLUMNS."""
+    """Read a file of labels -> columns, rows {column: value}. Raises OSError, or UsageError if it
+    is no CSV with LABEL_COLUMNS."""
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file, restval="")
@@ -146,15 +174,9 @@ def label_rows(path):
 
 
 def read_labels(path, dataset, task, needed=True):
-    """Read a person's labels of a dataset: {"frame": {row: bool}, "episode": {number: bool}}, in
-    the order of the file. Rows on other datasets and tasks are skipped.
-
-    Args:
-        path: CSV with LABEL_COLUMNS: the dataset's name (that of its file), "frame" or "episode",
-            its number, the task's name, 1 or 0.
-        needed: whether it is an error if there are none.
-    Raises UsageError as `label_rows`, and for a row that says nothing.
-    """
+    """Read a person's labels of a dataset -> {"frame": {row: bool}, "episode": {number: bool}}, in
+    the order of the file. Rows on other datasets and tasks are skipped. Raises UsageError for a
+    row that says nothing, and if labels are `needed` and there are none."""
     there = {"frame": range(len(dataset)), "episode": set(dataset.episode.tolist())}
     labels, others = {"frame": {}, "episode": {}}, set()
     for line, row in enumerate(label_rows(path)[1], 2):
@@ -170,3 +192,27 @@ def read_labels(path, dataset, task, needed=True):
         found = ", ".join(sorted(others)) or "nothing"
         raise UsageError(f"{path}: no label for {task} on {dataset.path.stem}; it has {found}")
     return labels
+
+
+def labels_of(source, dataset, task):
+    """Return what `source` ("judge", "env", or a CSV file of a person's labels, which may be on
+    whole episodes) knows of each state: ([N] float64, NaN where nothing; {episode: bool})."""
+    if source == "judge":
+        return task.judge(dataset.states).astype(np.float64), {}
+    if source == "env":
+        return dataset.env_reward, {}
+    answers = read_labels(source, dataset, task.name)
+    labels = np.full(len(dataset), np.nan)
+    labels[list(answers["frame"])] = list(answers["frame"].values())
+    return labels, answers["episode"]
+
+
+def two_classes(source, dataset, task):
+    """As `labels_of` -> (rows with a label [K], their labels [K]). Raises UsageError if these are
+    all the same: no statistic is defined then."""
+    values, _ = labels_of(source, dataset, task)
+    rows = np.flatnonzero(np.isfinite(values))
+    if len(np.unique(values[rows])) < 2:
+        problem = f"all {len(rows)} labels on states of {dataset.path} are the same"
+        raise UsageError(f"--labels {source}: {problem}; there must be states of both kinds")
+    return rows, values[rows]

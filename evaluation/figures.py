@@ -38,7 +38,7 @@ def grid(cells, columns):
 
 def write_sheet(path, cells):
     """Write a contact sheet of pictures as from `framed`, as PNG, ten in a row."""
-    Image.fromarray(grid(cells, 10)).save(path)
+    Image.fromarray(grid(list(cells), 10)).save(path)
 
 
 # An episode is (frames [T, H, W, 3] uint8, steps [T] 1 or 0, success).
@@ -82,38 +82,35 @@ def short(model):
     return Path(model.partition(":")[2]).name if ":" in model else model
 
 
-def draw_epic(out, title, table, rewards, good):
-    """Figures 4a, 4b and 7 of arXiv 2310.12921: epic_alpha.png, epic_scaling.png, histograms.png.
+def draw_epic(out, title, table, good):
+    """Draw figures 4a, 4b and 7 of arXiv 2310.12921: epic_alpha.png, epic_scaling.png,
+    histograms.png (at the first alpha).
 
-    Args:
-        title: the dataset and the labels.
-        table: rows {model, parameters, reward_alpha, epic, low, high}.
-        rewards: {model: [N] float64} at the first alpha.
-        good: [N] bool, which states the labels call good.
+    table: rows of compare.compare with "parameters"; good [K] bool: which states the labels call
+    good.
     """
+    models = list(dict.fromkeys(row["model"] for row in table))
     by_alpha, by_size = new_figure(title=title), new_figure(title=title)
+    histograms = new_figure(5.2, 2.2 * len(models) + 0.8, title)
     ax, ax_size = by_alpha.subplots(), by_size.subplots()
-    histograms = new_figure(5.2, 2.2 * len(rewards) + 0.8, title)
-    panels = histograms.subplots(len(rewards), squeeze=False).flat
-    for (model, values), panel in zip(rewards.items(), panels):
-        rows = sorted((r for r in table if r["model"] == model), key=lambda r: r["reward_alpha"])
-        keys = ("reward_alpha", "epic", "low", "high")
+    for model, panel in zip(models, histograms.subplots(len(models), squeeze=False).flat):
+        first, *_ = rows = [row for row in table if row["model"] == model]
+        rows = sorted(rows, key=lambda row: row["reward_alpha"])
+        keys = ("reward_alpha", "epic", "epic_low", "epic_high")
         alpha, epic, low, high = ([row[key] for row in rows] for key in keys)
         (line,) = ax.plot(alpha, epic, marker="o", ms=4, label=short(model))
         ax.fill_between(alpha, low, high, color=line.get_color(), alpha=0.15, lw=0)
-
-        row = next(row for row in table if row["model"] == model)  # at the first alpha
-        where = [math.log10(row["parameters"])]
-        ax_size.plot(where, [row["epic"]], "o", color=line.get_color(), label=short(model))
-        ax_size.vlines(where, [row["low"]], [row["high"]], color=line.get_color())
-
+        where = math.log10(first["parameters"])
+        ax_size.plot(where, first["epic"], "o", color=line.get_color(), label=short(model))
+        ax_size.vlines(where, first["epic_low"], first["epic_high"], color=line.get_color())
+        values = first["rewards"]
         values = np.clip((values - values.mean()) / (values.std() or 1), -4, 4)
         for which, name, color in ((good, "good", "tab:green"), (~good, "not good", "tab:red")):
             bins = np.linspace(-4, 4, 41)
             panel.hist(values[which], bins, density=True, color=color, alpha=0.5, label=name)
         panel.set(title=short(model), xlabel="standardised reward", yticks=[])
     ax.set(xlabel="alpha", ylabel="EPIC distance (band: 95 %)")
-    ax_size.set(xlabel="log10(parameters)", ylabel=f"EPIC distance, alpha {row['reward_alpha']:g}")
+    ax_size.set(xlabel="log10(parameters)", ylabel=f"EPIC, alpha {first['reward_alpha']:g}")
     ax_size.margins(x=0.15)
     save_with_legend(by_alpha, out / "epic_alpha.png")
     save_with_legend(by_size, out / "epic_scaling.png")
@@ -121,7 +118,7 @@ def draw_epic(out, title, table, rewards, good):
 
 
 def draw_success(path, title, results):
-    """Histogram of successful steps per episode (figures 5 and 6 of arXiv 2310.12921).
+    """Draw successful steps per episode as a histogram (figures 5 and 6 of arXiv 2310.12921).
 
     results: {name: [N] share of good steps in an episode} of each policy.
     """
@@ -134,50 +131,22 @@ def draw_success(path, title, results):
     save_with_legend(figure, path, columns=1)
 
 
-def draw_landscape(path, panels):
-    """Rewards along one coordinate of a state, one line per alpha (figure 2 of arXiv 2310.12921).
+def draw_landscape(path, panels, columns):
+    """Draw rewards along one coordinate, one line per alpha (figure 2 of arXiv 2310.12921).
 
-    panels: a row for each model, of (title, x label, values [N], goal, {alpha: [N] rewards}).
+    panels: [(title, x label, values [N], goal, {alpha: [N] rewards})], so many columns in a row.
     """
-    rows, columns = len(panels), len(panels[0])
+    rows = len(panels) // columns
     figure = new_figure(4 * columns, 3.2 * rows + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False).flat
-    for ax, (title, label, values, goal, rewards) in zip(axes, sum(panels, [])):
+    for ax, (title, label, values, goal, rewards) in zip(axes, panels):
         for k, (alpha, reward) in enumerate(rewards.items()):
             rescaled = (reward - reward.min()) / (np.ptp(reward) or 1)
             color = (0.1, 0.2 + 0.7 * k / len(rewards), 0.5)
             ax.plot(values, rescaled, color=color, lw=1.4, label=f"alpha {alpha:g}")
         ax.axvline(goal, color="tab:red", ls="--", lw=1)
         ax.annotate("goal", (goal, 1.02), color="tab:red", ha="center", annotation_clip=False)
-        ax.set(title=title, xlabel=label, ylabel="reward, rescaled", ylim=(-0.02, 1.1))
-        ax.title.set_size("medium")
+        ax.set_title(title, size="medium")
+        ax.set(xlabel=label, ylabel="reward, rescaled", ylim=(-0.02, 1.1))
         ax.locator_params(nbins=6)
     save_with_legend(figure, path, columns=6)
-
-
-def draw_prompts(path, title, table):
-    """AUC and EPIC distance of prompts (rows), cameras (columns) and alphas (panels).
-
-    table: rows {prompt, camera_azimuth, reward_alpha, auc, epic}, one of each combination.
-    """
-    keys = "prompt", "camera_azimuth", "reward_alpha"
-    names = prompts, cameras, alphas = [list(dict.fromkeys(r[k] for r in table)) for k in keys]
-    width, height = 3 + len(alphas) * (0.6 + 0.6 * len(cameras)), 1.6 + 0.8 * len(prompts)
-    figure = new_figure(width, height, title)
-    panels = figure.subplots(2, len(alphas), squeeze=False, sharex=True, sharey=True)
-    for name, colors, row_of_panels in zip(("auc", "epic"), ("viridis", "viridis_r"), panels):
-        values = np.empty([len(x) for x in names])
-        for row in table:
-            values[tuple(x.index(row[k]) for x, k in zip(names, keys))] = row[name]
-        for k, ax in enumerate(row_of_panels):
-            ax.imshow(values[..., k], colors, vmin=values.min(), vmax=values.max(), aspect="auto")
-            ax.set_title(
-                f"{'AUC' if name == 'auc' else 'EPIC'}, alpha {alphas[k]:g}", size="medium"
-            )
-            ax.set_xticks(range(len(cameras)), cameras, rotation=30, ha="right", size="small")
-            ax.set_yticks(range(len(prompts)), prompts, size="small")
-            for (i, j), value in np.ndenumerate(values[..., k]):
-                light = (value > np.median(values)) == (name == "auc")
-                style = {"ha": "center", "va": "center", "size": "x-small"}
-                ax.text(j, i, f"{value:.3f}", color="black" if light else "white", **style)
-    figure.savefig(path)

@@ -6,8 +6,6 @@ one stopped. The page listens on 127.0.0.1 and loads nothing from anywhere else.
 is shown only at the end, or a person would learn to agree with it.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import io
@@ -22,25 +20,19 @@ from PIL import Image
 
 from clip_reward import UsageError
 from evaluation.datasets import LABEL_COLUMNS, label_rows, read_labels, write_csv
+from evaluation.runs import make_scorer
+from training.run import say
 
 
 class Session:
-    """The frames or episodes to label, and the file of answers. Their order is random and the same
-    at every start: what is labelled so far is a fair sample.
-
-    Args:
-        dataset: Dataset.
-        task: judges.Task.
-        unit: "frame" or "episode".
-        path: of the CSV file; need not exist. Its rows on other datasets and tasks stay.
-        count: how many to label; None: all.
-    Raises:
-        UsageError: the dataset has no episodes, or the file is not one of labels.
-    """
+    """The frames or episodes (`unit`) of a dataset to label, `count` or all, and the CSV file of
+    answers. Their order is random and the same at every start: what is labelled so far is a fair
+    sample. Rows of the file on other datasets and tasks stay. Raises UsageError if the dataset has
+    no episodes, or the file is not one of labels."""
 
     def __init__(self, dataset, task, unit="frame", path=None, count=None):
         self.dataset, self.task, self.unit, self.path = dataset, task, unit, Path(path)
-        if unit == "episode" and dataset.arguments["source"] != "run":
+        if unit == "episode" and dataset.made.get("source") != "run":
             raise UsageError(f"{dataset.path} has single states and no episodes: --unit frame")
         units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
         self.order = random.Random(dataset.path.stem).sample(units, len(units))[:count]
@@ -58,7 +50,7 @@ class Session:
     def answer(self, index, label):
         """Save that `index` meets the criterion or not, or leave it for the end (None). An answer
         to what is not asked now is dropped: a hasty second press, or another window. Raises
-        OSError, UsageError if it cannot be saved; nothing has changed then."""
+        RunError, UsageError if it cannot be saved; nothing has changed then."""
         with self.lock:
             if index in self.todo()[:1]:
                 self._save(index, label)
@@ -113,9 +105,12 @@ document.addEventListener("keydown", (event) => {
 SHOWN = "() => Number(document.querySelector('#picture [data-index]').dataset.index)"
 
 
-def make_page(gradio, session, render):
-    """Make the page, gradio.Blocks."""
-    image = functools.lru_cache(8)(functools.partial(session.image, render=render))
+def make_page(gradio, session, drawing, scorer):
+    """Make the page (gradio.Blocks), whose pictures `scorer` draws in the executor `drawing`."""
+
+    @functools.lru_cache(8)
+    def image(index):  # large, for a person, whatever CLIP was shown
+        return drawing.submit(session.image, index, functools.partial(scorer.render, size=480))
 
     def view():
         todo, count = session.todo(), len(session.order)
@@ -123,9 +118,8 @@ def make_page(gradio, session, render):
         if not todo:
             end = f"All {count} are labelled. {session.agreement()} You can close this page."
             return f"<h2 data-index=-1>{end}</h2>", words
-        for following in todo[1:2]:  # drawn while this one is looked at
-            threading.Thread(target=image, args=(following,)).start()
-        return image(todo[0]), words
+        now, *_ = [image(index) for index in todo[:2]]  # the next one while this is looked at
+        return now.result(), words
 
     def press(label, index):
         session.undo() if label == "undo" else session.answer(int(index), label)
@@ -150,43 +144,35 @@ def make_page(gradio, session, render):
     return page
 
 
-def serve(session, make_scorer, port=None):
-    """Serve the page until Ctrl-C.
-
-    Args:
-        make_scorer: makes the Scorer that draws; called in the one thread that draws.
-        port: on 127.0.0.1; None: a free one.
-    Raises:
-        UsageError: no gradio, or a port that is taken.
-    """
-    drawing = ThreadPoolExecutor(1)  # a GL context belongs to one thread
-    scorer = drawing.submit(make_scorer).result()
-
-    def render(states):  # large, for a person, whatever CLIP was shown
-        return drawing.submit(scorer.render, states, 480).result()
-
-    # no telemetry, `launch` returns, and its look whether the page is up goes through no proxy
+def serve(session, port=None):
+    """Serve the page until Ctrl-C, on this port of 127.0.0.1 or a free one. Raises UsageError
+    without gradio or for a port that is taken."""
+    # no telemetry; `launch` returns at once, and checks without a proxy that the page is up
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "no", "GRADIO_DEBUG": "0", "no_proxy": "127.0.0.1"}
     try:
         import gradio
     except ImportError as error:
-        raise UsageError("the labelling page needs gradio: pip install gradio") from error
+        raise UsageError("the labelling page needs gradio: pip install .[label]") from error
 
-    page = make_page(gradio, session, render)
     fonts = [gradio.themes.Font("sans-serif")]  # the default ones are fetched
     options = {"theme": gradio.themes.Default(font=fonts, font_mono=fonts), "css": CSS}
     options |= {"head": HEAD, "footer_links": [], "run_history": False, "ssr_mode": False}
     options |= {"share": False, "server_name": "127.0.0.1", "server_port": port, "quiet": True}
-    try:  # show_error: of an answer that could not be saved
-        page.launch(prevent_thread_lock=True, show_error=True, **options)
-    except OSError as error:
-        raise UsageError(f"--port {port} is taken; without --port a free one is found") from error
-    print(f"open {page.local_url} and answer by key; Ctrl-C ends", flush=True)
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        page.close(verbose=False)
-    drawing.submit(scorer.close).result()
+    total, dataset = len(session.order), session.dataset
+    say(f"labelling {session.unit}s of {dataset.path} for {session.task.name}: "
+        f"{len(session.answers)} of {total} are done; starting")  # fmt: skip
+    with ThreadPoolExecutor(1) as drawing:  # a GL context belongs to one thread
+        pictures = drawing.submit(make_scorer, dataset.args).result()
+        page = make_page(gradio, session, drawing, pictures)
+        try:  # show_error: of an answer that could not be saved
+            page.launch(prevent_thread_lock=True, show_error=True, **options)
+        except OSError as error:
+            raise UsageError(f"--port {port} is taken; leave it out to find a free one") from error
+        say(f"open {page.local_url} and answer by key; Ctrl-C ends")
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            page.close(verbose=False)
+        drawing.submit(pictures.close).result()
     left = len(session.todo())
-    print(f"{len(session.order) - left} of {len(session.order)} labelled, in {session.path}")
-    print("" if left else session.agreement())
+    say(f"{total - left} of {total} labelled, in {session.path}", *[session.agreement()][left:])

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def pearson(x, y):
-    """Return the correlation of x [N] and y [N], NaN if one is constant up to rounding."""
+    """Return the correlation of x [N] and y [N]; NaN if one is constant but for rounding."""
     from scipy import stats  # takes a second
 
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -17,35 +17,36 @@ def pearson(x, y):
 
 
 def epic_distance(x, y):
-    """Return the EPIC distance of two rewards of the next state (section 4.1 of arXiv 2310.12921)
-    from their values x, y [N]: sqrt((1 - rho) / 2), NaN if one is constant.
+    """Return the EPIC distance of two rewards that depend on the next state alone (section 4.1 of
+    arXiv 2310.12921), from their values x, y [N]: sqrt((1 - rho) / 2); NaN if one is constant.
 
-    No canonical shaping is needed (definition 4.1 of arXiv 2006.13900): it takes from
+    Nothing is canonically shaped (definition 4.1 of arXiv 2006.13900) because shaping takes from
     R(s, a, s') = f(s') only a constant, gamma E f(S'), which correlation does not see.
     """
     return math.sqrt((1 - pearson(x, y)) / 2)
 
 
 def auc(x, good):
-    """Return the chance that a state of which good [N] is true has more x [N] than another (half
-    where they are equal): 1 is perfect, 0.5 blind, NaN with a single class."""
-    from scipy import stats
+    """Return the chance that a state of which good [N] is true has more x [N] than one of which it
+    is not (ties count half): 1 is perfect, 0.5 blind, NaN without one of the two."""
+    from scipy import stats  # takes a second
 
-    x, good = np.asarray(x), np.asarray(good, bool)
-    if good.all() or not good.any():
+    good = np.asarray(good, bool)
+    true, false = good.sum(), (~good).sum()
+    if not true or not false:
         return math.nan
-    wins = stats.mannwhitneyu(x[good], x[~good], method="asymptotic").statistic
-    return float(wins / (good.sum() * (~good).sum()))
+    ranks = stats.rankdata(x)[good]  # mannwhitneyu's U without its p-value, which takes 0.4 ms
+    return float((ranks.sum() - true * (true + 1) / 2) / (true * false))
 
 
 def interval(statistic, x, y, episodes, resamples=2000, seed=0):
     """Return `statistic(x, y)` of values [N] and its 95 % bootstrap interval: (value, low, high),
     NaN where undefined. Resamples in which it is undefined are left out.
 
-    Whole episodes (`episodes` [N] int) are resampled: states of one episode are alike, and single
-    states would make the interval far too narrow.
+    Whole episodes are drawn (`episodes` [N] int says which one a state is from): states of an
+    episode are alike, and single ones would make the interval far too narrow.
     """
-    from scipy import stats
+    from scipy import stats  # takes a second
 
     value = statistic(x, y)
     numbers, index = np.unique(episodes, return_inverse=True)
@@ -53,18 +54,13 @@ def interval(statistic, x, y, episodes, resamples=2000, seed=0):
         return value, math.nan, math.nan
 
     def resampled(drawn):
-        times = np.bincount(drawn, minlength=len(numbers))  # that each episode was drawn
-        return statistic(np.repeat(x, times[index]), np.repeat(y, times[index]))
+        times = np.bincount(drawn, minlength=len(numbers))[index]  # each state's episode was drawn
+        return statistic(np.repeat(x, times), np.repeat(y, times))
 
     settings = {"vectorized": False, "method": "percentile", "batch": 100, "rng": seed}
-    whole = (np.arange(len(numbers)),)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # of resamples left out
+        whole = (np.arange(len(numbers)),)
         drawn = stats.bootstrap(whole, resampled, n_resamples=resamples, **settings)
     low, high = np.nanquantile(drawn.bootstrap_distribution, [0.025, 0.975])
     return value, float(low), float(high)
-
-
-def epic_interval(x, y, episodes, resamples=2000, seed=0):
-    """Return `interval` of `epic_distance(x, y)`."""
-    return interval(epic_distance, x, y, episodes, resamples, seed)

@@ -1,59 +1,113 @@
-"""Runs and what their policies do: scripts, checkpoints, rollouts, and the states of both."""
-
-from __future__ import annotations
+"""Runs: the script that each is of, its flags, its checkpoints, and what its policy does."""
 
 import functools
 import importlib
-import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
+from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
-from clip_reward import Scorer, UsageError
+from clip_reward import Scorer, UsageError, first_line
 from environments import judges
-from evaluation.datasets import Dataset
-from training.run import checkpoints, flags_of, from_flags, load_args, load_checkpoint, saved_flags
+from environments.classic import CLASSIC_STATE_SIZES
+from training.run import checkpoints, flags_of, from_flags, load_checkpoint, saved_flags
 
-SCRIPTS = {"sac_clip_humanoid": sac, "dqn_clip_classic": dqn}
-
-
-def load_script(name, given=None):
-    """Return the module of the script `name` that a run or dataset was made by: one of the two, or
-    the changed copy of --script. No code that only a file names is run. Raises UsageError."""
-    if given is None:
-        if Path(name).stem not in SCRIPTS:
-            raise UsageError(f"this was made by other code; to run it, type --script {name}")
-        return SCRIPTS[Path(name).stem]
-    if not given.is_file():
-        raise UsageError(f"--script {given} is not a file")
-    sys.path.append(str(given.resolve().parent))  # workers look for it there, too
-    return importlib.import_module(given.stem)
+SCRIPTS = {script.__name__: script for script in (sac, dqn)}
 
 
-def load_run(folder, script=None):
-    """Return the Args of a run, of whichever script. Raises UsageError."""
-    module = load_script(saved_flags(folder).get("script", "sac_clip_humanoid"), script)
-    args = load_args(folder, module.Args)
+@dataclass(kw_only=True)
+class Own:
+    """Code of your own. None is run only because a run or a dataset names it."""
+
+    script: Path | None = None
+    """your changed copy of a script, if the run or dataset was made with it"""
+    env_id: str | None = None
+    """MODULE:NAME, if the task is in a module of yours"""
+
+
+def find_script(name, own, where):
+    """Return the script of a run: ours by its file's name, or the copy that `own` names. Raises
+    UsageError; `where` is what has the name."""
+    stem, path = Path(name).stem, own.script
+    if stem in SCRIPTS and (path is None or path.stem != stem):
+        return SCRIPTS[stem]
+    if path is None:
+        raise UsageError(f"{where} is of another script; to run it, type --script {name}")
+    path = path.resolve()
+    sys.path.append(str(path.parent))  # where reward workers look for it, too
+    try:
+        script = importlib.import_module(path.stem)
+    except Exception as error:  # whatever somebody's file raises
+        raise UsageError(f"--script {path}: {first_line(error)}") from error
+    if not path.samefile(script.__file__):
+        raise UsageError(f"--script {path}: {script.__file__} has the same name; rename the copy")
+    return script
+
+
+def script_of(args):
+    """Return the script whose Args these are."""
+    return sys.modules[type(args).__module__]
+
+
+def args_of(saved, where, own):
+    """Return a script's Args from saved flags, {name: value} with "script", and the length of its
+    task's states, None if that is not known. Raises UsageError for other flags, a task that the
+    script does not have or that has no states, and code that `own` does not name."""
+    flags = dict(saved)
+    script = find_script(str(flags.pop("script", "")), own, where)
+    if foreign := ", ".join(flags.keys() - flags_of(script.Args()).keys()):
+        raise UsageError(f"{where} is of another script or version: it has {foreign}")
+    try:
+        args = from_flags(script.Args, flags)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where} is damaged: {' '.join(str(error).split())}") from error
+    if ":" in args.env_id and args.env_id != own.env_id:
+        raise UsageError(f"{where}: its task is code; to run it, type --env-id {args.env_id}")
+    if script is dqn and args.env_id not in dqn.TASKS:
+        raise UsageError(f"{where}: DQN has no task {args.env_id}")
+    if args.env_id in CLASSIC_STATE_SIZES or not hasattr(script, "describe_env"):
+        return args, CLASSIC_STATE_SIZES.get(args.env_id)
+    state = script.describe_env(args.env_id)
+    if state is None:
+        raise UsageError(f"{where}: {args.env_id} has no states to draw pictures from")
+    return args, len(state)
+
+
+def load_run(folder, own=None):
+    """Return the Args of a run. Raises UsageError, as `args_of`."""
+    args, _ = args_of(saved_flags(folder), folder, own or Own())
     if hasattr(args, "terminate"):
         args.terminate = False  # whatever it learned by, it is judged on whole episodes
     return args
 
 
-def script_of(args):
-    """Return the module whose Args these are."""
-    return sys.modules[type(args).__module__]
+def task_of(spec, args, where):
+    """Return the judges.Task by name or FILE.py:FUNCTION, or else the one that `args` are about.
+    Raises UsageError for code that only `where` names."""
+    if not spec and ":" in (args.judge or ""):
+        raise UsageError(f"{where}: its judge is code; to run it, type --judge {args.judge}")
+    return judges.find_task(spec or args.judge, args.env_id, args.reward.target_prompt)
+
+
+def make_scorer(args, cameras=None):
+    """Make a Scorer that draws states as a script does with `args`, seen by the first `cameras`
+    cameras or by all."""
+    render = replace(args.render, camera_azimuth=args.render.camera_azimuth[:cameras])
+    make_renderer = functools.partial(script_of(args).make_renderer, replace(args, render=render))
+    return Scorer(make_renderer, None)
 
 
 def checkpoint_paths(run, names) -> list[Path]:
-    """Return files of checkpoints: "best", numbers of steps, or "all" steps. Raises UsageError."""
-    folder = Path(run) / "checkpoints"
-    steps = sorted(checkpoints(run))
+    """Return the files of checkpoints: "best", numbers of steps, or "all" numbers. Raises
+    UsageError."""
+    folder, steps = Path(run) / "checkpoints", sorted(checkpoints(run))
     names = steps if list(names) == ["all"] else names
     paths = [folder / ("best.pt" if name == "best" else f"step_{name}.pt") for name in names]
     for path in paths or [folder]:
@@ -63,27 +117,29 @@ def checkpoint_paths(run, names) -> list[Path]:
     return paths
 
 
-def load_policy(path, args, envs):
-    """Return (network, the step of its checkpoint). Raises UsageError for a damaged file."""
+def load_policy(path, args, observation_space, action_space):
+    """Return (network, the step at which the checkpoint was made). Raises UsageError if it is
+    damaged or of other networks."""
     script, saved = script_of(args), load_checkpoint(path)
-    kind, key = (script.QNetwork, "q_network") if "q_network" in saved else (script.Actor, "actor")
     try:
-        network = kind(envs.single_observation_space.shape[0], envs.single_action_space, args)
-        network.load_state_dict(saved[key])
+        kind = script.QNetwork if "q_network" in saved else script.Actor
+        network = kind(observation_space.shape[0], action_space, args)
+        network.load_state_dict(saved["q_network" if "q_network" in saved else "actor"])
         return network, int(saved["global_step"])
-    except (KeyError, RuntimeError) as error:  # other tensors
-        raise UsageError(f"{path} is not a checkpoint of this run: {error!r:.120}") from error
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise UsageError(f"{path} is not a checkpoint of this run: {first_line(error)}") from error
 
 
 @torch.no_grad()
 def rollout(args, path, seeds, explore=False):
-    """Play one episode per seed by the best actions of a checkpoint, or with `explore` (SAC) by
-    samples -> columns of a Dataset, episode after episode. Raises UsageError."""
+    """Play whole episodes of a run side by side, one per seed, by the best actions of the
+    checkpoint at `path`, or with `explore` (SAC) by samples -> columns of a Dataset, episode after
+    episode. Raises UsageError, as `load_policy`."""
     seeds = [int(seed) for seed in seeds]
-    disabled = gym.vector.AutoresetMode.DISABLED
-    make_env = script_of(args).make_env(args)
-    envs = gym.vector.SyncVectorEnv([make_env] * len(seeds), autoreset_mode=disabled)
-    network, checkpoint_step = load_policy(path, args, envs)
+    modes = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
+    envs = gym.vector.SyncVectorEnv([script_of(args).make_env(args)] * len(seeds), **modes)
+    spaces = envs.single_observation_space, envs.single_action_space
+    network, checkpoint_step = load_policy(path, args, *spaces)
     if explore and not hasattr(network, "sample"):
         raise UsageError("--explore: a run of DQN has no random policy to sample from")
     observations, _ = envs.reset(seed=seeds)
@@ -96,56 +152,10 @@ def rollout(args, path, seeds, explore=False):
         else:
             actions = network.best_actions(observations)
         observations, rewards, _, _, infos = envs.step(actions)
-        if "states" not in infos:
-            raise UsageError(f"{args.env_id} has no states to draw pictures from")
         steps.append((np.stack(infos["states"]).astype(np.float64), rewards))
     envs.close()
     states, env_reward = (np.concatenate(np.stack(column, 1)) for column in zip(*steps))
     episode, step = (index.ravel() for index in np.indices((len(seeds), len(steps))))
-    success = infos.get("success", np.full(len(seeds), -1)).astype(int)[episode]
+    success = np.asarray(infos.get("success", np.full(len(seeds), -1))).astype(int)[episode]
     columns = {"states": states, "env_reward": env_reward, "episode": episode, "step": step}
     return columns | {"success": success, "checkpoint_step": np.full(len(step), checkpoint_step)}
-
-
-def dataset_of_run(args, paths, episodes, seed, key, explore=False, every=1, made=()):
-    """Return a Dataset of every `every`-th step of so many episodes of each checkpoint. (seed, key)
-    give the episodes' seeds; `made` is what else to record."""
-    parts = []
-    for k, path in enumerate(paths):
-        # spawn_key: training's sequences (seed, rollout) are others, whatever the seed
-        seeds = np.random.SeedSequence(seed, spawn_key=(key, k)).generate_state(episodes)
-        parts.append(rollout(args, path, seeds, explore))
-        parts[k]["episode"] += k * episodes
-    kept = parts[0]["step"] % every == every - 1
-    columns = {name: np.concatenate([part[name][kept] for part in parts]) for name in parts[0]}
-    return make_dataset(args, columns, {"source": "run"} | dict(made))
-
-
-def make_dataset(args, columns, made):
-    """Return a Dataset of states that are drawn as with the Args of a script."""
-    script = script_of(args)
-    name = script.__name__ if script in SCRIPTS.values() else script.__file__
-    made = made | {"script": name, "flags": flags_of(args)}
-    return Dataset(json.loads(json.dumps(made, default=str)), **columns)
-
-
-def renderer_of(dataset, script=None, cameras=None):
-    """Return make_renderer as the run of a dataset had it; of several cameras the first ones."""
-    module = load_script(dataset.arguments["script"], script)
-    args = from_flags(module.Args, dataset.flags)
-    args.render.camera_azimuth = args.render.camera_azimuth[:cameras]
-    return functools.partial(module.make_renderer, args)
-
-
-def pictures(dataset, script=None, cameras=None):
-    """Return a Scorer that only draws."""
-    return Scorer(renderer_of(dataset, script, cameras), None)
-
-
-def task_of(spec, flags, where):
-    """Return judges.Task by name or FILE.py:FUNCTION, or else what the flags of a run or dataset
-    (`where`) are about. A judge that only they name is code from anywhere: it is not run."""
-    own = flags.get("judge")
-    if not spec and own and ":" in own:
-        raise UsageError(f"{where} was judged by code; to run it, type --judge {own}")
-    return judges.find_task(spec or own, flags["env_id"], flags["target_prompt"])
