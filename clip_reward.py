@@ -190,6 +190,9 @@ class Preprocess(nn.Module):
     """Apply open_clip's inference transform, given as its preprocess dict, to a batch of tensors on
     their device."""
 
+    scale: torch.Tensor
+    shift: torch.Tensor
+
     def __init__(self, cfg: dict) -> None:
         super().__init__()
         import open_clip
@@ -347,6 +350,10 @@ class CLIPReward(nn.Module):
         UsageError: as `check_prompts`, or if both prompts mean the same to the model.
     """
 
+    g: torch.Tensor
+    b: torch.Tensor
+    d: torch.Tensor
+
     def __init__(
         self,
         clip: LoadedCLIP,
@@ -431,14 +438,14 @@ class Scorer:
 
     def __init__(
         self,
-        make_renderer: Callable | None,
-        make_reward: Callable | None,
+        make_renderer: Any,
+        make_reward: Any,
         device: str | torch.device = "cpu",
     ) -> None:
         self.device, self.make_renderer = torch.device(device), make_renderer
         # the renderer first: it binds GL to the device before anything imports mujoco
-        self.renderers = {None: make_renderer(device)} if make_renderer else {}
-        self.reward = make_reward(self.device) if make_reward else None
+        self.renderers: dict = {None: make_renderer(device)} if make_renderer else {}
+        self.reward: Any = make_reward(self.device) if make_reward else None
         drawn_by = getattr(self.renderers.get(None), "description", "")
         self.description = f"pictures by {drawn_by}" if drawn_by else "ready"
 

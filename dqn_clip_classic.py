@@ -254,6 +254,8 @@ if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
     use_clip, T, N = args.reward.reward == "clip", args.episode_length, args.num_envs
+    example = np.zeros(classic.CLASSIC_STATE_SIZES[args.env_id])  # a state
+    judge = judges.episode_judge(args.judge, args.env_id, args.reward.target_prompt, example)
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
@@ -270,8 +272,6 @@ if __name__ == "__main__":
     envs = gym.vector.SyncVectorEnv([make_env(args)] * N, autoreset_mode=disabled)
     observation_dim = envs.single_observation_space.shape[0]
     action_count = int(envs.single_action_space.n)
-    example = np.zeros(observation_dim)
-    judge = judges.episode_judge(args.judge, args.env_id, args.reward.target_prompt, example)
     say(*pool.wait_ready())
     run = Run(args)
 
