@@ -158,7 +158,7 @@ class OnDataset(Own):
     def load(self):
         """Return the dataset and its judges.Task."""
         data = self.data()
-        if self.labels == "env":  # nobody has to judge
+        if self.labels == "env" and isinstance(self, Epic):  # nobody has to judge
             return data, judges.task_for(data.args.env_id, data.args.reward.target_prompt)
         return data, task_of(self.judge, data.args, data.path)
 
@@ -252,7 +252,7 @@ class Success(OnDataset):
             raise UsageError("--labels goes with --dataset, and --compare with --run")
         if self.dataset:
             data, task = self.load()
-            out = datasets.results_folder(data.folder / f"success_{Path(self.labels).stem}")
+            out = data.folder / f"success_{Path(self.labels).stem}"
             judging.success(task, out, {data.path.stem: data}, self.labels, videos=0)
         else:
             chosen = [(self.run, self.checkpoint)] + [(self.compare, "best")] * bool(self.compare)
@@ -326,7 +326,7 @@ if __name__ == "__main__":
         )
         command()
     except BrokenPipeError:  # nobody reads its help any more, `| head -1`
-        sys.exit(141)
+        pass
     except (UsageError, OSError) as error:  # of a file: its name and what is wrong with it
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -72,7 +72,6 @@ def epic(data, task, labels, reward):
     """Compare the models of `reward` (Rewards) by the labels of a dataset: table and figures."""
     rows, truth = two_classes(labels, data, task)
     models, good = reward.models(*words_for(data, task)), truth > truth.mean()
-    out = results_folder(data.folder / f"epic_{Path(labels).stem}")
     goal, cameras = models[0].target_prompt, [tuple(range(data.args.render.views))]
     words = f'"{", ".join(goal + models[0].target_image)}", {len(rows)} states'
     say(f"{words}, labels: {labels}, above their mean: {100 * good.mean():.1f} %")
@@ -80,6 +79,7 @@ def epic(data, task, labels, reward):
     sizes = {model.clip_model: count_parameters(model.clip_model) for model in models}
     table = [row | {"parameters": sizes[row["model"]]} for row in table]
     say_table(table, f"{'parameters':>12}  model", "{parameters:12,}  {model}")
+    out = results_folder(data.folder / f"epic_{Path(labels).stem}")
     about = {"dataset": data.path.stem, "labels": labels, "task": task and task.name}
     save_table(out / "epic.csv", table, **about, states=len(rows))
     figures.draw_epic(out, f"{data.path.stem}, labels: {Path(labels).stem}", table, good)
@@ -95,12 +95,11 @@ def prompts(data, task, labels, reward, out):
     check_distinct(target_prompt=targets, camera_azimuth=azimuths or ("its own",))
     rows, truth = two_classes(labels, data, task)
     models, good = reward.models(targets, baselines), truth > truth.mean()
-    out = results_folder(out.parent / f"{out.name}_{task.name}")
     goals, sizes = [(prompt,) for prompt in targets], sorted({1, min(views, 2), views})
     cameras = [chosen for size in sizes for chosen in itertools.combinations(range(views), size)]
     table = compare(data, rows, truth, models, goals, reward.reward_alpha, cameras, 300)
     table.sort(key=lambda row: (-round(row["auc"], 3), row["epic"]))
-    best = table[0]
+    best, out = table[0], results_folder(out.parent / f"{out.name}_{task.name}")
     say(f"{task.name}: {len(rows)} states, {good.sum()} of them good ({labels})")
     columns = f"{'azimuth':11}  prompt, model"
     say_table(table[:20], columns, "{camera_azimuth:11}  {prompt}, {model}")

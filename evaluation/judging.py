@@ -14,7 +14,7 @@ from training.run import say, write
 
 
 def play_runs(chosen, episodes, judge, own):
-    """Play episodes of [(run, name of its checkpoint)] -> (judges.Task of the first, folder for the
+    """Play episodes of [(run, name of its checkpoint)] -> (judges.Task of the first, path for the
     results in it, {name: Dataset}). Raises UsageError before anything slow."""
     all_args = [load_run(folder, own) for folder, _ in chosen]
     task = task_of(judge, all_args[0], chosen[0][0])
@@ -27,7 +27,7 @@ def play_runs(chosen, episodes, judge, own):
         name = f"{folder.resolve().name} ({kind}, {name})"
         played[name] = play(args, path, episodes, key=(0, 3))
     run, checkpoint = chosen[0]
-    return task, results_folder(run / f"success_{checkpoint}"), played
+    return task, run / f"success_{checkpoint}", played
 
 
 def judge_episodes(source, data, task, labels):
@@ -48,7 +48,7 @@ def judge_episodes(source, data, task, labels):
 
 def success(task, out, played, labels, videos):
     """Judge {name: Dataset} and write success.json, episodes.csv, a histogram, and a video and a
-    contact sheet of the first `videos` episodes of each."""
+    contact sheet of the first `videos` episodes of each, to a new folder `out`, `out`_2, .."""
     from scipy.stats import binomtest  # takes a second
 
     say(f"{task.name}: {task.criterion}")
@@ -62,6 +62,7 @@ def success(task, out, played, labels, videos):
                     now = data.rows(row["episode"])
                     frames = scorer.render(data.states[now], 160)
                     films.append((frames, verdicts[now], row["success"]))
+    out = results_folder(out)
     write_csv(out / "episodes.csv", list(table[0]), table)
     summary, shares = [], {}
     for name in dict.fromkeys(row["name"] for row in table):
@@ -100,6 +101,8 @@ def sheets(data, tasks, labels, count):
     out = results_folder(data.folder / "sheets")
     with closing(make_scorer(data.args)) as scorer:
         for name, (rows, good) in shown.items():
+            if not len(rows):  # labels may be on whole episodes
+                continue
             words = (f"{row} {data.pose[row] or data.step[row]}"[:16] for row in rows)
             frames = scorer.render(data.states[rows], 120)
             cells = map(figures.framed, frames, words, (good[row] for row in rows))

@@ -175,4 +175,6 @@ def serve(session, port=None):
             page.close(verbose=False)
         drawing.submit(pictures.close).result()
     left = len(session.todo())
-    say(f"{total - left} of {total} labelled, in {session.path}", *[session.agreement()][left:])
+    say(f"{total - left} of {total} labelled, in {session.path}")
+    if not left:
+        say(session.agreement())

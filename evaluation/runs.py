@@ -39,14 +39,15 @@ def find_script(name, own, where):
     if stem in SCRIPTS and (path is None or path.stem != stem):
         return SCRIPTS[stem]
     if path is None:
-        raise UsageError(f"{where} is of another script; to run it, type --script {name}")
-    path = path.resolve()
-    sys.path.append(str(path.parent))  # where reward workers look for it, too
+        how = f"to run it, type --script {name or 'FILE.py'}"
+        raise UsageError(f"{where} is of another script; {how}")
+    sys.path.append(str(path.resolve().parent))  # where reward workers look for it, too
     try:
         script = importlib.import_module(path.stem)
+        same = path.samefile(script.__file__)
     except Exception as error:  # whatever somebody's file raises
         raise UsageError(f"--script {path}: {first_line(error)}") from error
-    if not path.samefile(script.__file__):
+    if not same:
         raise UsageError(f"--script {path}: {script.__file__} has the same name; rename the copy")
     return script
 

@@ -10,7 +10,7 @@ from helpers import TINY, only_run, rings, run, scalars
 
 import clip_reward
 import dqn_clip_classic as dqn
-import egl_render
+from environments.classic import ClassicRenderer
 
 SMALL = [
     *("--num-envs", 2, "--render-size", 64, "--hidden-size", 32, "--batch-size", 16),
@@ -30,7 +30,7 @@ def test_mountain_car_with_textures(tmp_path):
     folder = only_run(tmp_path)
     _, states, _, rewards, _ = rings(folder)
     reward = clip_reward.CLIPReward(clip_reward.load_clip(TINY), [target], [baseline], 0.5)
-    renderer = egl_render.ClassicRenderer("MountainCar-v0", 64, textured=True)
+    renderer = ClassicRenderer("MountainCar-v0", 64, textured=True)
     expected = reward(renderer.render(states.double().numpy()))
     torch.testing.assert_close(rewards, expected, atol=2e-3, rtol=0)
     assert rewards.std() > 0 and list((folder / "videos").glob("*.mp4"))

@@ -3,21 +3,24 @@
 import csv
 import dataclasses
 import functools
+import html
 import json
+import logging
 import math
-import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 
-import helpers
 import numpy as np
 import pytest
 import torch
 import tyro
+from helpers import ROOT, TINY, environment
 from PIL import Image
 
 import clip_reward
@@ -25,18 +28,37 @@ import dqn_clip_classic as dqn
 import egl_render
 import eval_epic
 import sac_clip_humanoid as sac
-from benchmarks import gallery, paid
 from clip_reward import UsageError
-from evaluation import datasets, figures, judges
-from training.flags import flags_of
+from environments import judges
+from environments.classic import ClassicRenderer
+from evaluation import datasets, figures, rewards
+from evaluation import runs as played
+from evaluation.metrics import auc, epic_distance, interval
+from tiny_clip.data import facing_columns
+from training.run import flags_of
 
-ROOT = Path(eval_epic.__file__).resolve().parent
+epic_interval = functools.partial(interval, epic_distance)
+MODEL = eval_epic.Rewards(clip_model=(TINY,), reward_alpha=(0.0,))
 
 
-def command(*words):
-    """Run a subcommand as a user does; returns the finished process."""
-    line = [sys.executable, str(ROOT / "eval_epic.py"), *map(str, words)]
-    return subprocess.run(line, env=os.environ, capture_output=True, text=True)
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """A function that runs `eval_epic.py` with these words in this process, and returns what it
+    printed to stdout and stderr; its exit code has to be `code`."""
+
+    def act(*words, code=0):
+        monkeypatch.setattr(sys, "argv", ["eval_epic.py", *map(str, words)])
+        capfd.readouterr()
+        ended = 0
+        try:
+            runpy.run_path(eval_epic.__file__, run_name="__main__")
+        except SystemExit as end:
+            ended = end.code
+        printed = capfd.readouterr()
+        assert ended == code, printed
+        return printed
+
+    return act
 
 
 # ------------------------------------------------------------------------------ EPIC
@@ -91,7 +113,7 @@ def test_epic_of_rewards_of_the_next_state_is_that_of_the_definition(seed):
     mdp = TabularMDP(seed, states=9)
     f, g = mdp.rng.normal(size=9), mdp.rng.integers(2, size=9)
     later = mdp.transitions[2]
-    distance = eval_epic.epic_distance(f[later], g[later])
+    distance = epic_distance(f[later], g[later])
 
     def of_next(values):
         return np.broadcast_to(values[None, None], mdp.shape)
@@ -104,44 +126,44 @@ def test_epic_of_rewards_of_the_next_state_is_that_of_the_definition(seed):
 
 def test_goal_based_values_are_relative():
     x, y = np.random.default_rng(0).normal(size=(2, 1000))
-    assert eval_epic.epic_distance(x, 2 * x + 5) == pytest.approx(0, abs=1e-6)
-    assert eval_epic.epic_distance(x, -x) == pytest.approx(1, abs=1e-6)
+    assert epic_distance(x, 2 * x + 5) == pytest.approx(0, abs=1e-6)
+    assert epic_distance(x, -x) == pytest.approx(1, abs=1e-6)
     rho = np.corrcoef(x, x + y)[0, 1]
     expected = math.sqrt(1 - rho) / math.sqrt(2)
     for scale in (1, 1e-7, 1e-30, 1e20):
-        assert eval_epic.epic_distance(scale * x, x + y) == pytest.approx(expected, abs=1e-12)
-        interval = eval_epic.epic_interval(scale * x, x + y, np.arange(1000), 50)
-        assert interval == pytest.approx(eval_epic.epic_interval(x, x + y, np.arange(1000), 50))
+        assert epic_distance(scale * x, x + y) == pytest.approx(expected, abs=1e-12)
+        interval = epic_interval(scale * x, x + y, np.arange(1000), 50)
+        assert interval == pytest.approx(epic_interval(x, x + y, np.arange(1000), 50))
         for constant in (np.full(1000, 0.3), 0.1 + 0.2 * np.ones(1000), 0 * x):
-            assert math.isnan(eval_epic.epic_distance(scale * constant, x))
+            assert math.isnan(epic_distance(scale * constant, x))
 
 
 def test_the_bootstrap_interval_covers_and_knows_that_states_of_an_episode_are_alike():
     rng = np.random.default_rng(4)
     truth = math.sqrt((1 - 0.6) / 2)
     covered, widths = 0, {"episodes": [], "states": []}
-    for trial in range(60):
+    for trial in range(40):
         # 40 episodes of 10 equal states each: 40 independent draws, not 400
         pair = rng.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], size=40)
         x, y = np.repeat(pair, 10, axis=0).T
         episodes = np.repeat(np.arange(40), 10)
-        distance, low, high = eval_epic.epic_interval(x, y, episodes, 300, trial)
+        distance, low, high = epic_interval(x, y, episodes, 300, trial)
         assert low <= distance <= high
         covered += low <= truth <= high
         widths["episodes"].append(high - low)
-        _, low, high = eval_epic.epic_interval(x, y, np.arange(400), 300, trial)
+        _, low, high = epic_interval(x, y, np.arange(400), 300, trial)
         widths["states"].append(high - low)
-    assert covered >= 52  # 57 expected
+    assert covered >= 34  # 38 expected
     ratio = np.mean(widths["episodes"]) / np.mean(widths["states"])
     assert ratio == pytest.approx(math.sqrt(10), rel=0.15)
-    assert all(map(math.isnan, eval_epic.epic_interval(x, np.ones(400), episodes)))
-    exact = eval_epic.epic_interval(x, 3 * x - 1, episodes)
+    assert all(map(math.isnan, epic_interval(x, np.ones(400), episodes)))
+    exact = epic_interval(x, 3 * x - 1, episodes)
     assert exact == pytest.approx((0, 0, 0), abs=1e-5)
     # resamples without a goal state are left out, and of a single episode nothing is known
     rare = np.zeros(400)
     rare[:10] = 1
-    assert np.isfinite(eval_epic.epic_interval(x, rare, episodes, 300)).all()
-    assert np.isnan(eval_epic.epic_interval(x, y, np.zeros(400))[1:]).all()
+    assert np.isfinite(epic_interval(x, rare, episodes, 300)).all()
+    assert np.isnan(epic_interval(x, y, np.zeros(400))[1:]).all()
 
 
 # ------------------------------------------------------------------------------ runs to judge
@@ -151,19 +173,27 @@ def make_args(script, size=32, textured=True, **settings):
     """A script's Args, which draw small pictures."""
     render = egl_render.RenderArgs(render_size=size, textured=textured)
     reward = {k: settings.pop(k) for k in ("reward", "target_prompt") if k in settings}
-    reward = clip_reward.RewardArgs(clip_model="local-dir:tiny_clip", **reward)
+    reward = clip_reward.RewardArgs(clip_model=TINY, **reward)
     return script.Args(reward=reward, render=render, **settings)
+
+
+def save_flags(folder, args, **changes):
+    """A run folder with nothing but args.json, in which some flags are changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = sys.modules[type(args).__module__].__file__
+    flags = {"script": script} | flags_of(args) | changes
+    (folder / "args.json").write_text(json.dumps(flags))
+    return folder
 
 
 def save_run(folder, args, checkpoints, key):
     """A run folder with the given {step: network}; the last one is best.pt as well."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps(flags_of(args)))
     for step, network in checkpoints.items():
         saved = {key: network.state_dict(), "global_step": step}
         torch.save(saved, folder / "checkpoints" / f"step_{step}.pt")
         torch.save(saved, folder / "checkpoints" / "best.pt")
-    return folder
+    return save_flags(folder, args)
 
 
 def set_layers(net, *weights):
@@ -179,14 +209,14 @@ def new_network(kind, args):
     return kind(env.observation_space.shape[0], env.action_space, args)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """{name: run folder} of policies made by hand (or at random: the humanoid's)."""
     folder = tmp_path_factory.mktemp("runs")
     made = {}
     # Q-networks that push CartPole's cart under the falling pole, or away from it
     for name, sign, reward in (("good", 1, "clip"), ("bad", -1, "ground-truth")):
-        args = make_args(dqn, episode_length=30, hidden_size=2, reward=reward)
+        args = make_args(dqn, seed=0, episode_length=30, hidden_size=2, reward=reward)
         network = new_network(dqn.QNetwork, args)
         lean = sign * torch.tensor([0.05, 0.1, 1.0, 0.4])
         set_layers(network.net, torch.stack([-lean, lean]), torch.eye(2), torch.eye(2))
@@ -206,16 +236,21 @@ def runs(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="session")
+def collect(source, out, **settings):
+    eval_epic.Collect(source=source, out=out, **settings)()
+    return out
+
+
+@pytest.fixture(scope="module")
 def data(runs, tmp_path_factory):
     """{name: dataset's file}."""
     folder = tmp_path_factory.mktemp("data")
-    made = {name: folder / f"{name}.npz" for name in ("humanoid", "car", "cart")}
-    for name in ("humanoid", "car"):
-        eval_epic.collect("run", made[name], eval_epic.Look(), runs[name], episodes=2)
-    look = eval_epic.Look(render_size=64)
-    eval_epic.collect("uniform", made["cart"], look, states=150)
-    return made
+    made = {
+        name: collect("run", folder / f"{name}.npz", run=runs[name], episodes=2)
+        for name in ("humanoid", "car")
+    }
+    small = eval_epic.Pictures(render_size=64)
+    return made | {"cart": collect("uniform", folder / "cart.npz", states=150, render=small)}
 
 
 @pytest.fixture
@@ -233,38 +268,35 @@ def test_a_dataset_of_a_run_holds_what_was_played(runs, data):
     assert held.checkpoint_step.tolist() == [100] * 12 + [2000] * 12
     assert held.episode.tolist() == np.repeat(range(4), 6).tolist()
     assert held.step.tolist() == list(range(6)) * 4
-    assert np.isfinite(held.env_reward).all()
-    assert (held.success == -1).all() and eval_epic.task_of(None, held.flags).name == "standing"
+    assert np.isfinite(held.env_reward).all() and (held.success == -1).all()
+    assert played.task_of(None, held.args, held.path).name == "standing"
     # the same states out of Gymnasium itself, by the policy's mean action
-    args = eval_epic.load_run(runs["humanoid"])
+    args = played.load_run(runs["humanoid"])
     env = sac.make_env(args)()
-    (path,) = eval_epic.checkpoint_paths(runs["humanoid"], ["2000"])
-    spaces = env.observation_space, env.action_space
-    network, step = eval_epic.load_policy(path, args, *spaces)
+    (path,) = played.checkpoint_paths(runs["humanoid"], ["2000"])
+    network, step = played.load_policy(path, args, env.observation_space, env.action_space)
     assert step == 2000
-    seed = int(np.random.SeedSequence((0, 2, 1)).generate_state(2)[0])
-    observation, _ = env.reset(seed=seed)
+    sequence = np.random.SeedSequence(0, spawn_key=(2, 1))
+    observation, _ = env.reset(seed=int(sequence.generate_state(2)[0]))
     for t in range(6):
         action = network.best_actions(observation[None])[0]
         observation, reward, _, _, info = env.step(action)
         np.testing.assert_allclose(held.states[12 + t], info["states"], atol=1e-6)
         assert held.env_reward[12 + t] == pytest.approx(reward, rel=1e-4)
-    # and its pictures are the run's, or what was wished for instead
-    renderer = sac.make_renderer(args)
-    with eval_epic.pictures(held) as pool:
-        picture = pool.render(held.states[17:18])
-        np.testing.assert_array_equal(picture, renderer.render(held.states[17:18]))
+    # and its pictures are the run's
+    renderer, scorer = sac.make_renderer(args), played.make_scorer(held.args)
+    picture = scorer.render(held.states[17:18])
+    np.testing.assert_array_equal(picture, renderer.render(held.states[17:18]))
+    scorer.close()
     renderer.close()
 
 
 def test_what_is_not_said_about_pictures_is_as_the_run_had_it(runs, tmp_path):
-    look = eval_epic.Look(camera_azimuth=145.0, camera_lookat=(0.0, 0.0, 0.8))
+    look = eval_epic.Pictures(camera_azimuth=(145.0,), camera_lookat=(0.0, 0.0, 0.8))
     words = {"run": runs["humanoid"], "episodes": 1, "checkpoints": ("best",), "render": look}
-    eval_epic.collect("run", tmp_path / "d.npz", **words)
-    make_renderer = eval_epic.renderer_of(datasets.load_dataset(tmp_path / "d.npz"))
-    expected = {"render_size": 32, "textured": False, "camera": "paper", "camera_azimuth": (145.0,)}
-    render = make_renderer.args[0].render
-    assert expected.items() <= vars(render).items() and tuple(render.camera_lookat) == (0, 0, 0.8)
+    render = datasets.load_dataset(collect("run", tmp_path / "d.npz", **words)).args.render
+    seen = {"camera_azimuth": (145.0,), "camera_lookat": (0.0, 0.0, 0.8)}
+    assert render == egl_render.RenderArgs(render_size=32, textured=False, **seen)
 
 
 def test_a_goal_that_absorbs_is_a_success_of_the_dataset(data):
@@ -278,15 +310,14 @@ def test_uniform_states_and_poses_are_what_they_say(data, tmp_path):
     assert held.states.shape == (150, 4) and np.abs(held.states).max(0)[2] > 3
     own = (np.abs(held.states[:, 2]) <= np.radians(12)) * 1.0
     np.testing.assert_array_equal(held.env_reward, own)
-    look = eval_epic.Look(render_size=32)
-    eval_epic.collect("poses", tmp_path / "p.npz", look, per_pose=1)
-    library = datasets.load_dataset(tmp_path / "p.npz")
+    look = eval_epic.Pictures(render_size=32)
+    library = datasets.load_dataset(collect("poses", tmp_path / "p.npz", per_pose=1, render=look))
     assert len(library) == 15 and library.pose[0] == "kneeling"
     for name in judges.HUMANOID:
         passed = judges.TASKS[name].judge(library.states)
         with_arms = {"standing": {"arms_raised", "hands_on_hips", "arms_crossed"}}
         assert set(library.pose[passed]) == {name} | with_arms.get(name, set())
-    eval_epic.sheet(tmp_path / "p.npz", judge="splits", count=3)
+    eval_epic.Sheet(dataset=tmp_path / "p.npz", judge="splits", count=3)()
     with Image.open(tmp_path / "p" / "sheets" / "splits.png") as sheet:
         top = [sheet.getpixel((x * (120 + 2 * figures.BORDER) + 1, 60)) for x in range(4)]
     assert top == [figures.GOOD, *[figures.BAD] * 3]
@@ -297,9 +328,7 @@ def test_uniform_states_and_poses_are_what_they_say(data, tmp_path):
 def test_exploring_policies_thinned_episodes_and_chosen_checkpoints(runs, tmp_path):
     def made(name, **settings):
         words = {"run": runs["humanoid"], "episodes": 2, "every": 3, "checkpoints": ("best",)}
-        path = tmp_path / f"{name}.npz"
-        eval_epic.collect("run", path, eval_epic.Look(), **words | settings)
-        return datasets.load_dataset(path)
+        return datasets.load_dataset(collect("run", tmp_path / f"{name}.npz", **words | settings))
 
     once, again, other = made("a", explore=True), made("b", explore=True), made("c", seed=1)
     np.testing.assert_array_equal(once.states, again.states)
@@ -310,12 +339,14 @@ def test_exploring_policies_thinned_episodes_and_chosen_checkpoints(runs, tmp_pa
     assert np.abs(mean.states[:4] - once.states).max() > 0.01
     with pytest.raises(UsageError, match="DQN has no random policy"):
         made("e", run=runs["good"], explore=True)
+    with pytest.raises(UsageError, match="--every 7: episodes have 6 steps"):
+        made("e", every=7)
 
 
 def test_collect_overwrites_nothing(cart):
     before = cart.read_bytes()
     with pytest.raises(UsageError, match="exists already"):
-        eval_epic.collect("uniform", cart, eval_epic.Look())
+        collect("uniform", cart)
     assert cart.read_bytes() == before
 
 
@@ -325,7 +356,7 @@ def test_collect_overwrites_nothing(cart):
 def write_labels(path, rows):
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([datasets.LABEL_COLUMNS, *rows])
-    return path
+    return str(path)
 
 
 def read_table(path):
@@ -333,29 +364,28 @@ def read_table(path):
         return list(csv.DictReader(file))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cart_rewards(data):
     """CLIP rewards of the cart's states {alpha: [150]}, without eval_epic."""
     task = judges.TASKS["cartpole"]
-    clip = clip_reward.load_clip("local-dir:tiny_clip")
+    clip = clip_reward.load_clip(TINY)
     reward = clip_reward.CLIPReward(clip, [task.target_prompt], [task.baseline_prompt])
-    renderer = egl_render.ClassicRenderer("CartPole-v1", 64)
+    renderer = ClassicRenderer("CartPole-v1", 64)
     frames = renderer.render(datasets.load_dataset(data["cart"]).states)
-    rewards = {}
+    found = {}
     for reward.alpha in (0.0, 1.0):
-        rewards[reward.alpha] = reward(frames).double().numpy()
-    return rewards
+        found[reward.alpha] = reward(frames).double().numpy()
+    return found
 
 
 def expected_distance(rewards, labels):
     return math.sqrt((1 - np.corrcoef(rewards, labels)[0, 1]) / 2)
 
 
-def run_epic(path, folder, alphas=(0.0,), target_prompt=None, **settings):
+def run_epic(path, folder, alphas=(0.0,), target_prompt=(), **settings):
     """Rows of the table that `epic` writes to a folder beside the dataset, by alpha."""
-    rewards = eval_epic.Rewards(reward_alpha=alphas, clip_model=("local-dir:tiny_clip",))
-    rewards.target_prompt = (target_prompt,) if target_prompt else ()
-    eval_epic.epic(path, rewards, **settings)
+    words = {"reward_alpha": alphas, "clip_model": (TINY,), "target_prompt": target_prompt}
+    eval_epic.Epic(dataset=path, reward=eval_epic.Rewards(**words), **settings)()
     rows = read_table(path.with_suffix("") / folder / "epic.csv")
     return {float(row["reward_alpha"]): row for row in rows}
 
@@ -364,15 +394,16 @@ def test_epic_of_a_model_to_the_judge(cart, cart_rewards, capsys):
     goal = judges.TASKS["cartpole"].judge(datasets.load_dataset(cart).states)
     table = run_epic(cart, "epic_judge", alphas=(0.0, 1.0))
     for alpha, values in cart_rewards.items():
-        expected = expected_distance(values, goal)
-        assert float(table[alpha]["epic"]) == pytest.approx(expected, abs=1e-4)
-        assert float(table[alpha]["low"]) < expected < float(table[alpha]["high"])
-        assert table[alpha]["dataset"] == "cart" and table[alpha]["states"] == "150"
-        weights = clip_reward.load_clip("local-dir:tiny_clip").model.parameters()
+        row, expected = table[alpha], expected_distance(values, goal)
+        assert float(row["epic"]) == pytest.approx(expected, abs=1e-4)
+        assert float(row["epic_low"]) < expected < float(row["epic_high"])
+        assert float(row["auc"]) == pytest.approx(auc(values, goal), abs=1e-3)
+        assert row["dataset"] == "cart" and row["states"] == "150"
+        weights = clip_reward.load_clip(TINY).model.parameters()
         count = sum(w.numel() for w in weights)  # without batch norm's, which it folds away
-        assert int(table[alpha]["parameters"]) == pytest.approx(count, rel=1e-3)
+        assert int(row["parameters"]) == pytest.approx(count, rel=1e-3)
     out = capsys.readouterr().out
-    assert f"{float(table[1.0]['epic']):.4f} (" in out and "above their mean: " in out
+    assert f"{float(table[1.0]['epic']):.3f} (" in out and "above their mean: " in out
     for name in ("epic_alpha", "epic_scaling", "histograms"):
         with Image.open(cart.with_suffix("") / "epic_judge" / f"{name}.png") as image:
             assert len(np.unique(np.asarray(image.convert("L")))) > 20
@@ -384,18 +415,48 @@ def test_epic_to_a_persons_labels_and_to_ones_own_judge(cart, cart_rewards, tmp_
     answers = {index: int(index % 3 == 0) for index in range(0, 100, 2)}
     rows = [("cart", "frame", k, "cartpole", label) for k, label in answers.items()]
     rows += [("someone-elses", "frame", 9999, "cartpole", 1)]
-    path = write_labels(tmp_path / "mine.csv", rows)
-    row = run_epic(cart, "epic_mine", labels=str(path))[0.0]
+    row = run_epic(cart, "epic_mine", labels=write_labels(tmp_path / "mine.csv", rows))[0.0]
     expected = expected_distance(cart_rewards[0.0][list(answers)], list(answers.values()))
     assert float(row["epic"]) == pytest.approx(expected, abs=1e-4) and row["states"] == "50"
     (tmp_path / "my.py").write_text("def leans(states):\n    return states[:, 2] > 0.5\n")
-    task, words = judges.TASKS["cartpole"], {"judge": f"{tmp_path}/my.py:leans"}
-    words |= {"target_prompt": task.target_prompt}
-    row = run_epic(cart, "epic_judge", **words)[0.0]
+    words = {"target_prompt": judges.TASKS["cartpole"].prompts["target_prompt"]}
+    row = run_epic(cart, "epic_judge", **words, judge=f"{tmp_path}/my.py:leans")[0.0]
     leans = datasets.load_dataset(cart).states[:, 2] > 0.5
     assert row["task"] == "leans" and 0.1 < leans.mean() < 0.9
     expected = expected_distance(cart_rewards[0.0], leans)
     assert float(row["epic"]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_workers_score_what_devices_are_named_for_or_what_is_much(cart, cart_rewards, monkeypatch):
+    data, task, pools = datasets.load_dataset(cart), judges.TASKS["cartpole"], []
+    model = clip_reward.RewardArgs(clip_model=TINY, baseline_prompt=(task.baseline_prompt,))
+
+    class Pool(rewards.Pool):
+        def __init__(self, *setup):
+            pools.append(setup[2])
+            super().__init__(*setup)
+
+    monkeypatch.setattr(rewards, "Pool", Pool)
+    for model.reward_devices in (), ("cpu", "cpu"):
+        found = rewards.score(model, [(task.target_prompt,)], (0.0, 1.0), data.args, data.states)
+        assert found.shape == (150, 1, 1, 2)
+        for k, alpha in enumerate((0.0, 1.0)):
+            np.testing.assert_allclose(found[:, 0, 0, k], cart_rewards[alpha], atol=1e-5)
+    assert pools == [["cpu", "cpu"]]
+
+
+def test_counting_parameters_leaves_logging_as_it_was(monkeypatch):
+    import open_clip
+
+    def fail(*words, **settings):
+        raise RuntimeError("no such architecture")
+
+    monkeypatch.setattr(open_clip, "create_model", fail)
+    for level in (logging.NOTSET, logging.DEBUG):
+        monkeypatch.setattr(logging.root.manager, "disable", level)
+        with pytest.raises(RuntimeError, match="no such architecture"):
+            rewards.count_parameters(TINY)
+        assert logging.root.manager.disable == level
 
 
 # ------------------------------------------------------------------------------ success
@@ -403,7 +464,7 @@ def test_epic_to_a_persons_labels_and_to_ones_own_judge(cart, cart_rewards, tmp_
 
 def judged(run, **settings):
     """Print and write the success of a run: (the newest folder, its table)."""
-    eval_epic.success(run, **settings)
+    eval_epic.Success(run=run, **settings)()
     folder = max(run.glob("success*"), key=lambda path: path.stat().st_ctime_ns)
     return folder, read_table(folder / "episodes.csv")
 
@@ -416,9 +477,9 @@ def test_success_of_a_good_and_a_bad_policy_side_by_side(runs, capsys):
     assert "ground truth" in out and "successful steps 100 %" in out
     assert f"judged video: {folder}/episodes.mp4" in out
     assert f"contact sheet: {folder}/contact_sheet.png" in out
-    page = (folder.parent / "index.html").read_text()
-    assert "Judged: 100 % of 12 episodes" in page
-    assert f'src="{folder.name}/episodes.mp4"' in page
+    text = (folder.parent / "index.html").read_text()
+    assert "Judged: 100 % of 12 episodes" in text
+    assert f'src="{folder.name}/episodes.mp4"' in text
     summary = json.loads((folder / "success.json").read_text())
     assert [entry["success_rate"] for entry in summary] == [1.0, 0.0]
     assert [row["good_steps"] for row in rows[:12]] == ["30"] * 12
@@ -438,6 +499,20 @@ def test_success_of_a_good_and_a_bad_policy_side_by_side(runs, capsys):
     assert (edge[:, 0] - edge[:, 1] > 60).all(), "red where the pole lies"
     words = frames[:, height - 2 * figures.LINE : height - 2, 8 : width - 8]
     assert np.ptp(words, 3).max() < 40, "no colour in what is said of the episode"
+
+
+def test_success_begins_where_no_training_did(runs, monkeypatch):
+    """The run's seed is 0, and so is that of success: not one start may be the same."""
+    rollout, seen = played.rollout, []
+
+    def watched(args, path, seeds, explore=False):
+        seen.extend(map(int, seeds))
+        return rollout(args, path, seeds[:1], explore)
+
+    monkeypatch.setattr(datasets, "rollout", watched)
+    judged(runs["good"], episodes=50, videos=0)
+    trained = [np.random.SeedSequence((0, rollout)).generate_state(64) for rollout in range(2000)]
+    assert len(set(seen)) == 50 and not set(seen) & set(np.concatenate(trained).tolist())
 
 
 def test_a_steps_colour_and_the_episodes_verdict_are_two_things():
@@ -478,18 +553,6 @@ def test_ones_own_judge_and_a_folder_for_every_result(runs, tmp_path, capsys):
     assert "success 100 % (2 of 2" in capsys.readouterr().out
 
 
-def test_code_that_only_a_dataset_names_is_not_run(tmp_path):
-    (tmp_path / "evil.py").write_text("raise SystemExit('owned')")
-    columns = eval_epic.datasets.uniform_columns("CartPole-v1", 20, 0)
-    args = dqn.Args(judge=f"{tmp_path}/evil.py:judge")
-    dataset = eval_epic.make_dataset(args, columns, {"source": "uniform"})
-    eval_epic.datasets.save_dataset(dataset, tmp_path / "data.npz")
-    for command in (eval_epic.epic, eval_epic.success, eval_epic.label):
-        more = {"reward": eval_epic.Rewards()} if command is eval_epic.epic else {}
-        with pytest.raises(UsageError, match="evil.py:judge; to run it say --judge"):
-            command(dataset=tmp_path / "data.npz", **more)
-
-
 def test_a_person_takes_the_judges_place(data, tmp_path, capsys):
     path = Path(shutil.copy(data["humanoid"], tmp_path / "humanoid.npz"))
     verdict = judges.TASKS["standing"].judge(datasets.load_dataset(path).states)
@@ -498,8 +561,8 @@ def test_a_person_takes_the_judges_place(data, tmp_path, capsys):
     rows += [("frame", 6, 1), ("frame", 7, 0), ("frame", 8, 0), ("episode", 3, 1)]
     labels = [("humanoid", *row[:2], "standing", row[2]) for row in rows]
     labels = write_labels(tmp_path / "mine.csv", labels)
-    for words in ({"human": labels}, {}):
-        eval_epic.success(dataset=path, **words)
+    for words in ({"labels": labels}, {}):
+        eval_epic.Success(dataset=path, **words)()
     out = capsys.readouterr().out
     table = read_table(tmp_path / "humanoid" / "success_mine" / "episodes.csv")
     assert [row["success"] for row in table] == ["1", "0", "1"]
@@ -510,61 +573,213 @@ def test_a_person_takes_the_judges_place(data, tmp_path, capsys):
     assert [row["success"] == "1" for row in table] == expected.tolist()
 
 
+# ------------------------------------------------------------------------------ a run's page
+
+
+def test_the_page_of_a_run_says_what_it_is_and_escapes_names(runs, tmp_path, command):
+    from torch.utils.tensorboard import SummaryWriter
+
+    run = tmp_path / 'a "run" <b>&c'
+    args = make_args(sac, target_prompt=("<script>alert(1)</script>",), total_timesteps=300)
+    args.reward.target_image = (str(tmp_path / "<i>goal.png"),)
+    save_flags(run, args, judge="kneeling", script=f"{tmp_path}/<u>.py")
+    writer = SummaryWriter(run)
+    for step in (100, 200, 300):
+        writer.add_scalar("charts/clip_reward", 0.25, step)
+    writer.close()
+    (run / "videos").mkdir()
+    for name in ("step_100.mp4", "step_300.mp4", "step_300.png", "step_.mp4"):
+        (run / "videos" / name).touch()
+    judged = run / 'success_"<s>'
+    judged.mkdir()
+    (judged / "success.json").write_text('[{"success_rate": 0.5, "episodes": 8}]')
+    for name in ("episodes.mp4", "contact_sheet.png"):
+        (judged / name).touch()
+    assert f"wrote {run}/index.html" in command("page", "--run", run).out
+    text = (run / "index.html").read_text()
+    for tag in ("<script", "<b>&c", "<i>", "<u>", "<s>"):
+        assert tag not in text.replace(f"<b>{html.escape(args.reward.target_prompt[0])}", "")
+    assert "300 of 300 steps" in text and "clip_reward 0.25" in text
+    assert "While training: step 300" in text and "Judged: 50 % of 8 episodes" in text
+    assert html.escape(shlex.join(["--resume", str(run), "--total-timesteps", "600"])) in text
+    assert html.escape(shlex.join(["--run", str(run), "--judge", "kneeling"])) in text
+    sources = re.findall(r'(?:src|href)="([^"#]*)"', text)
+    files = [urllib.parse.unquote(html.unescape(source)) for source in sources]
+    assert "videos/step_300.mp4" in files and 'success_"<s>/episodes.mp4' in files
+    assert all((run / file).is_file() for file in files), files
+    save_flags(run, args, target_prompt=None)
+    assert "is damaged" in command("page", "--run", run, code=2).err
+
+
+# ------------------------------------------------------------------------------ code of others
+
+
+@pytest.fixture
+def evil(tmp_path):
+    """A file that leaves a mark where it is run -> (its path, the mark's)."""
+    mark, path = tmp_path / "mark", tmp_path / "evil.py"
+    path.write_text(f"open({str(mark)!r}, 'w')\ndef judge(states):\n    return states[:, 0] > 0\n")
+    return path, mark
+
+
+def on_dataset(path):
+    """The commands on a dataset."""
+    words = {"dataset": path}
+    yield eval_epic.Epic(**words, reward=MODEL)
+    yield eval_epic.Prompts(**words, reward=rewards.Prompts(clip_model=(TINY,)))
+    yield from (kind(**words) for kind in (eval_epic.Success, eval_epic.Label, eval_epic.Sheet))
+
+
+def test_a_judge_that_only_a_file_names_is_not_run(runs, evil, tmp_path):
+    path, mark = evil
+    judge = f"{path}:judge"
+    run = shutil.copytree(runs["good"], tmp_path / "run", ignore=shutil.ignore_patterns("success*"))
+    save_flags(run, make_args(dqn, episode_length=30, hidden_size=2), judge=judge)
+    made = collect("run", tmp_path / "data.npz", run=run, episodes=1)
+    *acts, sheet = on_dataset(made)
+    for act in (*acts, eval_epic.Success(run=run)):
+        assert f"type --judge {judge}" in refused(act)
+    assert not made.with_suffix("").exists() and not list(run.glob("success*"))
+    sheet()  # by the tasks that we know
+    eval_epic.Page(run=run)()
+    assert not mark.exists() and (tmp_path / "data/sheets/cartpole.png").exists()
+    eval_epic.Success(run=run, judge=judge, episodes=1, videos=0)()
+    assert mark.exists()
+
+
+def test_a_script_that_only_a_file_names_is_not_run(runs, evil, tmp_path):
+    path, mark = evil
+    path.write_text(path.read_text() + Path(dqn.__file__).read_text())
+    run = shutil.copytree(runs["good"], tmp_path / "run", ignore=shutil.ignore_patterns("success*"))
+    args = make_args(dqn, episode_length=30, hidden_size=2)
+    save_flags(run, args, script=str(path))
+    acts = [eval_epic.Collect(source="run", out=tmp_path / "new.npz", run=run)]
+    acts += [eval_epic.Success(run=run), eval_epic.Success(run=runs["good"], compare=run)]
+    columns = datasets.uniform_columns("CartPole-v1", 20, 0)
+    made = tmp_path / "data.npz"
+    arguments = json.dumps({"source": "uniform", "script": str(path), "flags": flags_of(args)})
+    held = vars(datasets.Dataset(args, {}, **columns))
+    np.savez(made, arguments=arguments, **{name: held[name] for name in datasets.COLUMNS})
+    for act in (*on_dataset(made), *acts):
+        assert f"type --script {path}" in refused(act)
+    eval_epic.Page(run=run)()
+    assert not mark.exists() and not (tmp_path / "new.npz").exists()
+    eval_epic.Success(run=run, script=path, episodes=2, videos=1)()
+    assert mark.exists() and (run / "success_best" / "episodes.mp4").exists()
+    path.with_name("evil_2.py").write_text("1 / 0")
+    wrong = eval_epic.Success(run=run, script=path.with_name("evil_2.py"))
+    assert "evil_2.py: division by zero" in refused(wrong)
+
+
+def test_a_task_that_only_a_file_names_is_not_imported(evil, tmp_path, monkeypatch):
+    path, mark = evil
+    path = path.rename(tmp_path / "evil_task.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = save_flags(tmp_path / "run", make_args(sac), env_id="evil_task:Task-v0")
+    collecting = eval_epic.Collect(source="run", out=tmp_path / "d.npz", run=run)
+    for act in (eval_epic.Success(run=run), collecting):
+        assert "type --env-id evil_task:Task-v0" in refused(act)
+    assert not mark.exists()
+    text = "import gymnasium as gym\ngym.register('Task-v0', 'gymnasium.envs.mujoco.reacher_v5:"
+    path.write_text(path.read_text() + text + "ReacherEnv')\n")
+    named = eval_epic.Success(run=run, env_id="evil_task:Task-v0")
+    assert "say what to judge by" in refused(named) and mark.exists()
+
+
 # ------------------------------------------------------------------------------ bad input
 
 
-def test_help_keeps_the_lines_of_its_examples_and_errors_are_one_line(tmp_path):
-    text = command("--help").stdout
+def run_eval(line):
+    """Run a line of shell, in which $EVAL is the command -> the finished process."""
+    settings = {"shell": True, "executable": "/bin/bash", "capture_output": True, "text": True}
+    names = {"EVAL": f"{sys.executable} {eval_epic.__file__}"}
+    return subprocess.run(line, env=environment(**names), cwd=ROOT, timeout=300, **settings)
+
+
+def test_help_keeps_the_lines_of_its_examples(command):
+    text = command("--help").out
     assert "    python eval_epic.py epic --dataset data/kneeling.npz --judge kneeling \\\n" in text
-    done = command("success", "--run", tmp_path)
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and len(lines) == 1 and "no args.json" in lines[0], done.stderr
 
 
-def foreign(folder, **files):
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name.replace("_", ".")).write_text(text)
-    return folder
+@pytest.mark.parametrize(
+    "line",
+    [
+        "set -o pipefail; $EVAL --help | head -1",
+        "set -o pipefail; $EVAL collect --source uniform --out {}/a.npz --states 5 | head -0",
+        "$EVAL collect --source uniform --out {}/a.npz --states 5 >/dev/full",
+        "$EVAL collect --source uniform --out {}/a.npz --states 5 >&-",
+    ],
+    ids=["head", "nobody reads", "full", "closed"],
+)
+def test_a_stdout_that_ends_is_no_error(line, tmp_path):
+    done = run_eval(line.format(tmp_path))
+    assert done.returncode == 0 and not done.stderr, done
+    assert "help" in line or len(datasets.load_dataset(tmp_path / "a.npz")) == 5
 
 
-def refused(act, *words, **settings):
-    with pytest.raises(UsageError) as caught:
-        act(*words, **settings)
+@pytest.mark.parametrize(
+    "words, flag",  # more of them in test_bad_input.py
+    [
+        ("collect --source run --out a.npz --run x --camera-distance nan", "camera_distance"),
+        ("collect --source run --out a.npz --run x --camera-azimuth nan", "camera_azimuth"),
+        ("collect --source poses --out a.npz --per-pose 100001", "per_pose"),
+        ("epic --dataset a.npz --reward-alpha 0 nan", "reward_alpha"),
+        ("prompts --task kneeling --reward-alpha 1.01", "reward_alpha"),
+        ("landscape --render-size nan", "--render-size"),
+        ("success --run x --episodes nan", "--episodes"),
+    ],
+)
+def test_a_value_out_of_bounds_names_its_flag(words, flag, command):
+    said = command(*words.split(), code=2).err
+    assert flag in said and "Traceback" not in said, said
+
+
+def refused(act):
+    with pytest.raises((UsageError, OSError)) as caught:
+        act()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_missing_foreign_and_damaged_runs(runs, tmp_path):
-    message = functools.partial(refused, judged)
+    def message(run, **words):
+        return refused(eval_epic.Success(run=run, **words))
+
     assert "no args.json" in message(tmp_path / "nowhere")
-    assert "damaged" in message(foreign(tmp_path / "a", args_json="{"))
-    args = json.loads((runs["good"] / "args.json").read_text()) | {"leap": True}
-    assert "it has leap" in message(foreign(tmp_path / "e", args_json=json.dumps(args)))
+    args = json.loads((runs["good"] / "args.json").read_text())
+    save_flags(tmp_path / "e", make_args(dqn), leap=True)
+    assert "it has leap" in message(tmp_path / "e")
     assert "no step_7.pt; best or one of these steps: 64" in message(runs["good"], checkpoint="7")
     assert "CartPole-v1 has cartpole" in message(runs["good"], judge="kneeling")
     assert "has no cartpole" in message(runs["good"], compare=runs["car"])
-    broken = shutil.copytree(runs["good"], tmp_path / "c")
+    ignored = shutil.ignore_patterns("success*", "index.html")
+    broken = shutil.copytree(runs["good"], tmp_path / "c", ignore=ignored)
     best = broken / "checkpoints" / "best.pt"
     best.write_bytes(best.read_bytes()[:500])
     assert "best.pt is damaged or no checkpoint" in message(broken)
     shutil.copy(runs["humanoid"] / "checkpoints" / "best.pt", best)
     assert "best.pt is not a checkpoint of this run" in message(broken)
-    args = json.loads((runs["humanoid"] / "args.json").read_text())
-    args["target_prompt"] = ["a humanoid robot dancing"]
-    dancing = foreign(tmp_path / "d", args_json=json.dumps(args))
-    assert "say what to judge by with --judge: Humanoid-v5 has kneeling, lotus" in message(dancing)
+    assert not list(broken.glob("success*"))
+    dancing = make_args(sac, target_prompt=("a humanoid robot dancing",))
+    save_flags(tmp_path / "d", dancing)
+    words = "say what to judge by with --judge: Humanoid-v5 has kneeling, lotus"
+    assert words in message(tmp_path / "d")
     assert "needs either --run" in message(None)
+    damages = ["", "{", "null", "[]", "7"]
+    names = ["env_id", "target_prompt", "render_size", "reward_alpha", "script", "hidden_size"]
+    damages += [json.dumps(args | {name: None}) for name in names]
+    damages += [json.dumps(args | {"episode_length": 0, "reward_alpha": math.nan})]
+    for text in damages:
+        (broken / "args.json").write_text(text)
+        said = message(broken)
+        assert "damaged" in said or "another script" in said, (text, said)
 
 
 def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
-    rewards = eval_epic.Rewards(clip_model=("local-dir:tiny_clip",))
-
     def message(path=cart, rows=None, **settings):
         if rows is not None:
-            settings["labels"] = str(write_labels(tmp_path / "labels.csv", rows))
-        epic = functools.partial(eval_epic.epic, **{"reward": rewards} | settings)
-        text = refused(epic, path)
+            settings["labels"] = write_labels(tmp_path / "labels.csv", rows)
+        text = refused(eval_epic.Epic(**{"dataset": path, "reward": MODEL} | settings))
         assert not path.with_suffix("").exists()
         return text
 
@@ -582,25 +797,65 @@ def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     assert "the columns are dataset,unit" in message(labels=str(tmp_path / "other.csv"))
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80" * 50)
     assert "not a CSV file" in message(labels=str(tmp_path / "binary.csv"))
-    wrong = dataclasses.replace(rewards, reward_alpha=(0.0, 2.0))
-    assert "outside [0, 1]" in message(reward=wrong)
+    assert "No such file" in message(labels=str(tmp_path / "none.csv"))
+    twice = dataclasses.replace(MODEL, reward_alpha=(0.5, 0.5))
+    assert "--reward-alpha 0.5 0.5: none, or one named twice" in message(reward=twice)
     assert "CartPole-v1 has cartpole" in message(judge="lotus")
+    none = {"dataset": cart, "labels": str(tmp_path / "none.csv")}
+    assert "No such file" in refused(eval_epic.Success(**none))
+    reward = dataclasses.replace(MODEL, target_prompt=("an arm",))
+    reach = tmp_path / "reach.npz"
+    held = datasets.Dataset(sac.Args(env_id="Reacher-v5"), {}, np.zeros((4, 8)), env_reward=1.0)
+    datasets.save_dataset(held, reach)
+    assert "--labels env: all 4 labels" in message(reach, labels="env", reward=reward)
+    for kind in (eval_epic.Sheet, eval_epic.Success, eval_epic.Prompts):
+        assert "Reacher-v5 has no judge" in refused(kind(dataset=reach, labels="env"))
+    assert not cart.with_suffix("").exists() and not reach.with_suffix("").exists()
+
+
+def test_a_sheet_of_what_nobody_labelled_has_states_alone(cart, tmp_path):
+    rows = [("cart", "episode", 3, "cartpole", 1)]
+    labels = write_labels(tmp_path / "labels.csv", rows)
+    eval_epic.Sheet(dataset=cart, labels=labels)()
+    assert [path.name for path in (tmp_path / "cart/sheets").iterdir()] == ["states.png"]
+
+
+def test_a_malformed_dataset_is_one_line(cart, tmp_path, command):
     copy = tmp_path / "copy.npz"
-    for damage in (cart.read_bytes()[:300], b"not a dataset", b""):
-        copy.write_bytes(damage)
-        assert "damaged or not what" in refused(datasets.load_dataset, copy)
-    assert "No such file" in refused(datasets.load_dataset, tmp_path / "none.npz")
+    with np.load(cart) as file:
+        good = {name: file[name] for name in file.files}
+    arguments = json.loads(str(good["arguments"]))
+    states, flags = good["states"], arguments["flags"]
+    changes = [{"states": states[:, 0]}, {"states": states[:0]}, {"states": states * np.nan}]
+    changes += [{"states": states.astype("U")}, {"step": good["step"][:-1]}, {"pose": 3}]
+    changes += [{"states": np.array([{}, None], object)}, {"states": states[:, :3]}]
+    changes += [{"arguments": text} for text in ("", "null", "[]", "{}", "[1, 2]")]
+    changed = [{"flags": None}, {"flags": flags | {"env_id": None}}, {"script": None}]
+    changed += [{"flags": flags | {"render_size": "big"}}, {"flags": flags | {"seed": math.inf}}]
+    changes += [{"arguments": json.dumps(arguments | change)} for change in changed]
+    whole = cart.read_bytes()
+    damages = [b"", b"not a dataset", whole[:300], whole[:-100], whole.replace(b"step", b"stop")]
+    for damage in (*damages, *changes):
+        if isinstance(damage, bytes):
+            copy.write_bytes(damage)
+        else:
+            np.savez(copy, **good | damage)
+        assert str(copy) in refused(eval_epic.Sheet(dataset=copy)), damage
+    assert not copy.with_suffix("").exists()
+    said = command("sheet", "--dataset", copy, code=2).err
+    assert re.fullmatch(rf"error: {copy}.*\n", said), said
+    assert "missing" in refused(eval_epic.Sheet(dataset=tmp_path / "none.npz"))
 
 
 # ------------------------------------------------------------------------------ landscape
 
 
 def test_landscape_writes_every_value_of_its_figure(tmp_path, capsys):
-    rewards = eval_epic.Rewards(reward_alpha=(0.0, 1.0), clip_model=("local-dir:tiny_clip",))
-    settings = {"points": 37, "render_size": 64}
-    eval_epic.landscape(rewards, out=tmp_path / "land.png", **settings)
+    both = dataclasses.replace(MODEL, reward_alpha=(0.0, 1.0))
+    out = tmp_path / "land.png"
+    eval_epic.Landscape(reward=both, points=37, render_size=64, out=out)()
     rows = read_table(tmp_path / "land.csv")
-    assert len(rows) == 3 * 2 * 37 and (tmp_path / "land.png").stat().st_size > 20_000
+    assert len(rows) == 3 * 2 * 37 and out.stat().st_size > 20_000
     cart = [row for row in rows if row["env_id"] == "CartPole-v1" and row["reward_alpha"] == "0.0"]
     values = np.array([float(row["value"]) for row in cart])
     np.testing.assert_allclose(values, np.linspace(-np.pi, np.pi, 37), atol=1e-5)
@@ -618,24 +873,39 @@ def test_auc_and_its_interval():
         x, good = rng.integers(0, 9, 80), rng.random(80) < 0.3
         pairs = x[good][:, None] - x[~good][None]
         expected = (pairs > 0).mean() + 0.5 * (pairs == 0).mean()
-        assert eval_epic.auc(x, good) == pytest.approx(expected)
-    assert math.isnan(eval_epic.auc(x, np.ones(80))) and eval_epic.auc(good, good) == 1
-    value, low, high = eval_epic.interval(eval_epic.auc, x, good, np.arange(80), 200)
+        assert auc(x, good) == pytest.approx(expected)
+    assert math.isnan(auc(x, np.ones(80))) and auc(good, good) == 1
+    value, low, high = interval(auc, x, good, np.arange(80), 200)
     assert low < value < high
     # eighty states of eight episodes, all ten of an episode alike, know less than eighty others
     x, good = np.repeat(rng.integers(0, 9, 8), 10), np.repeat(np.arange(8) < 3, 10)
     widths = []
     for episodes in np.arange(80) // 10, np.arange(80):
-        _, low, high = eval_epic.interval(eval_epic.auc, x, good, episodes, 200)
+        _, low, high = interval(auc, x, good, episodes, 200)
         widths.append(high - low)
     assert widths[0] > 1.5 * widths[1]
 
 
-def test_prompts_compares_every_combination_and_its_command_runs(tmp_path):
-    words = ["--task", "kneeling", "--clip-model", "local-dir:tiny_clip", "--render-size", 64]
-    words += ["--azimuths", 180, 90, 120, "--alphas", 0, 1, "--per-pose", 6]
-    words += ["--prompts", "a humanoid robot kneeling", "it's a robot that is lying down"]
-    made = helpers.run(ROOT / "eval_epic.py", "prompts", *words, "--out", tmp_path / "p").stdout
+def prompts(reward=(), render=(), **words):
+    """Run `prompts` with the embedded model and small pictures."""
+    reward = rewards.Prompts(clip_model=(TINY,), **dict(reward))
+    render = eval_epic.Pictures(**{"render_size": 64} | dict(render))
+    eval_epic.Prompts(reward=reward, render=render, **words)()
+
+
+def typed(line, script=sac):
+    """The Args that a printed command means."""
+    python, file, *words = shlex.split(line)
+    assert python == "python" and Path(file).samefile(script.__file__)
+    return tyro.cli(script.Args, args=words, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def test_prompts_compares_every_combination(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    azimuths, sentences = (180.0, 90.0, 120.0), ("a humanoid robot kneeling", "it's lying down")
+    reward = {"target_prompt": sentences, "reward_alpha": (0.0, 1.0)}
+    words = {"task": "kneeling", "per_pose": 6, "out": tmp_path / "p"}
+    prompts(reward, {"camera_azimuth": azimuths}, **words)
     out = tmp_path / "p_kneeling"
     rows = read_table(out / "prompts.csv")
     cameras = {row["camera_azimuth"] for row in rows}
@@ -650,116 +920,86 @@ def test_prompts_compares_every_combination_and_its_command_runs(tmp_path):
     assert float(rows[0]["auc"]) > 0.95 > 0.8 > float(rows[-1]["auc"])
     # one of them again, by other means
     row = next(r for r in rows if r["camera_azimuth"] == "180 90" and r["reward_alpha"] == "1.0")
-    states = datasets.facing_columns(6)["states"]
+    states = facing_columns(6)["states"]
     good = judges.TASKS["kneeling"].judge(states)
     args = sac.Args()
     args.render = egl_render.RenderArgs(render_size=64, camera_azimuth=(180.0, 90.0))
-    words = (row["prompt"],), ("a humanoid robot",), 1.0
-    reward = clip_reward.CLIPReward(clip_reward.load_clip("local-dir:tiny_clip"), *words)
+    goal = (row["prompt"],), ("a humanoid robot",), 1.0
+    model = clip_reward.CLIPReward(clip_reward.load_clip(TINY), *goal)
     renderer = sac.make_renderer(args)
-    expected = reward(renderer.render(states)).numpy()
+    expected = model(renderer.render(states)).numpy()
     renderer.close()
-    assert float(row["auc"]) == pytest.approx(eval_epic.auc(expected, good), abs=2e-3)
-    assert float(row["epic"]) == pytest.approx(eval_epic.epic_distance(expected, good), abs=2e-3)
-    for name in ("prompts.png", "states.png"):
-        assert Image.open(out / name).size[0] > 500
-    script, *flags = shlex.split(made.splitlines()[-1])[1:]
-    short = "--num-envs 1 --episode-length 4 --total-timesteps 4 --learning-starts 4 --video-freq 0"
-    short += " --gradient-steps 1 --batch-size 4 --hidden-size 8 --buffer-size 4"
-    helpers.run(ROOT / script, *flags, *short.split(), "--runs-dir", tmp_path / "runs")
+    assert float(row["auc"]) == pytest.approx(auc(expected, good), abs=2e-3)
+    assert float(row["epic"]) == pytest.approx(epic_distance(expected, good), abs=2e-3)
+    assert Image.open(out / "states.png").size[0] > 500
+    # the command at the end is of the first row
+    args = typed(capsys.readouterr().out.splitlines()[-1])
+    assert args.reward.target_prompt == ("a humanoid robot kneeling",)
+    assert args.reward.reward_alpha == float(rows[0]["reward_alpha"])
+    assert args.render.camera_azimuth == tuple(map(float, rows[0]["camera_azimuth"].split()))
 
 
-def test_the_command_of_prompts_trains_what_was_measured(tmp_path, capsys):
-    scene = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
-    scene.save(tmp_path / "it's a scene.png")
-    picture = str(tmp_path / "it's a scene.png")
-    model = eval_epic.Model(clip_model="local-dir:tiny_clip", baseline_image=(picture,))
-    seen = {"camera_distance": 2.5, "camera_lookat": (0.0, 0.0, 0.8), "camera": "default"}
-    look = eval_epic.Look(render_size=64, textured=False, camera_track=False, **seen)
-    words = {"prompts": ("a robot",), "alphas": (0.25,), "azimuths": (-120.0,), "per_pose": 3}
-    eval_epic.prompts(model, look, task="kneeling", out=tmp_path / "p", **words)
+def test_the_command_of_prompts_trains_what_was_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = {"camera_distance": 2.5, "camera_lookat": (0.0, 0.0, 0.8), "textured": False}
+    reward = {"baseline_prompt": ("it's a 'scene'",), "reward_alpha": (0.25,)}
+    reward |= {"target_prompt": ('the "robot"',), "clip_precision": "fp32"}
+    words = {"task": "kneeling", "per_pose": 3, "out": tmp_path / "p"}
+    prompts(reward, seen | {"camera_azimuth": (-120.0,)}, **words)
     (row,) = read_table(tmp_path / "p_kneeling/prompts.csv")
     assert row["camera_azimuth"] == "-120"
-    line = capsys.readouterr().out.splitlines()[-1]
-    args = tyro.cli(sac.Args, args=shlex.split(line)[2:], config=(tyro.conf.OmitArgPrefixes,))
-    reward = clip_reward.RewardArgs(
-        target_prompt=("a robot",), reward_alpha=0.25, baseline_image=(picture,)
-    )
-    assert args.reward == dataclasses.replace(reward, clip_model="local-dir:tiny_clip")
-    expected = {"render_size": 64, "textured": False, "camera_track": False} | seen
-    assert args.render == egl_render.RenderArgs(**expected, camera_azimuth=(-120.0,))
+    args = typed(capsys.readouterr().out.splitlines()[-1])
+    expected = reward | {"reward_alpha": 0.25, "clip_model": TINY}
+    assert args.reward == clip_reward.RewardArgs(**expected)
+    assert args.render == egl_render.RenderArgs(render_size=64, camera_azimuth=(-120.0,), **seen)
+    assert args.env_id == "Humanoid-v5"
 
 
-def test_prompts_of_a_classic_task_has_no_cameras(tmp_path):
-    model = eval_epic.Model(clip_model="local-dir:tiny_clip")
-    look = eval_epic.Look(render_size=64)
-    eval_epic.prompts(model, look, task="cartpole", per_pose=10, out=tmp_path / "p")
+def test_prompts_of_a_classic_task_has_no_cameras(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    prompts(task="cartpole", per_pose=10, out=tmp_path / "p")
     rows = read_table(tmp_path / "p_cartpole/prompts.csv")
     assert len(rows) == 3 * 3 and {row["camera_azimuth"] for row in rows} == {""}
     assert float(rows[0]["auc"]) > 0.95
-    prompts = functools.partial(eval_epic.prompts, model)
-    assert "has no camera" in refused(prompts, look, task="cartpole", azimuths=(90.0,))
-    turned = eval_epic.Look(camera_azimuth=(90.0,))
-    assert "are --azimuths" in refused(prompts, turned, task="kneeling")
-    assert "--task" in refused(prompts, look)
+    assert typed(capsys.readouterr().out.splitlines()[-1], dqn).env_id == "CartPole-v1"
+
+    def message(reward=(), render=(), **words):
+        return refused(functools.partial(prompts, reward, render, **words))
+
+    assert "has no camera" in message(render={"camera_azimuth": (90.0,)}, task="cartpole")
+    twice = {"camera_azimuth": (90.0, 90.0)}
+    assert "--camera-azimuth 90.0 90.0: none, or one" in message(render=twice, task="kneeling")
+    assert "--task" in message()
 
 
-def test_prompts_on_states_of_ones_own_task(tmp_path, capsys):
+def test_prompts_on_states_of_ones_own_task(tmp_path, capsys, monkeypatch):
     """Labelled by a function of one's own, drawn and named as the dataset's run had it."""
+    monkeypatch.chdir(ROOT)
     args = sac.Args(env_id="Reacher-v5")
     args.render = egl_render.RenderArgs(render_size=64, camera_azimuth=(90.0, 30.0))
     states = np.random.default_rng(0).uniform(-1.5, 1.5, (40, 8))
-    columns = {"states": states, "episode": np.arange(40) // 4}
-    datasets.save_dataset(eval_epic.make_dataset(args, columns, {}), tmp_path / "reach.npz")
+    path = tmp_path / "reach.npz"
+    datasets.save_dataset(datasets.Dataset(args, {}, states, np.arange(40) // 4), path)
     (tmp_path / "mine.py").write_text("def left(states):\n    return states[:, 0] > 0.5\n")
-    model, look = eval_epic.Model(clip_model="local-dir:tiny_clip"), eval_epic.Look()
-    own = {"dataset": tmp_path / "reach.npz", "judge": f"{tmp_path}/mine.py:left"}
-    own |= {"prompts": ("an arm", "an arm to the left"), "alphas": (0.0,)}
-    eval_epic.prompts(model, look, **own, out=tmp_path / "p")
+    own = {"dataset": path, "judge": f"{tmp_path}/mine.py:left", "out": tmp_path / "p"}
+    reward = {"target_prompt": ("an arm", "an arm to the left"), "reward_alpha": (0.0,)}
+    prompts(reward, **own)
     rows = read_table(tmp_path / "p_left/prompts.csv")
     assert {row["camera_azimuth"] for row in rows} == {"90", "30", "90 30"} and len(rows) == 6
-    assert "--env-id Reacher-v5" in capsys.readouterr().out.splitlines()[-1]
+    assert typed(capsys.readouterr().out.splitlines()[-1]).env_id == "Reacher-v5"
     row = next(row for row in rows if row["camera_azimuth"] == "90 30")
-    clip = clip_reward.load_clip("local-dir:tiny_clip")
+    clip = clip_reward.load_clip(TINY)
     renderer = sac.make_renderer(args)
-    expected = clip_reward.CLIPReward(clip, [row["prompt"]])(renderer.render(states)).numpy()
+    frames = renderer.render(states)
     renderer.close()
-    assert float(row["auc"]) == pytest.approx(eval_epic.auc(expected, states[:, 0] > 0.5), abs=0.02)
-    # EPIC of a picture as the goal, both cameras, with the run's own reduction and another
+    expected = clip_reward.CLIPReward(clip, [row["prompt"]])(frames).numpy()
+    assert float(row["auc"]) == pytest.approx(auc(expected, states[:, 0] > 0.5), abs=0.02)
+    # EPIC of a picture as the goal, by both cameras
     goal = tmp_path / "goal.png"
-    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(goal)
-    rewards = eval_epic.Rewards(target_image=(str(goal),), clip_model=("local-dir:tiny_clip",))
-    found = []
-    for reduction in None, "mean", "min":
-        rewards = dataclasses.replace(rewards, reward_alpha=(0.0,), view_reduction=reduction)
-        eval_epic.epic(tmp_path / "reach.npz", rewards, judge=own["judge"])
-        found.append(re.search(r"0\.00  ([\d.]+)", capsys.readouterr().out)[1])
-    assert found[0] == found[1] != found[2]
-
-
-def test_the_gallery_shows_each_run_in_the_middle_of_an_episode(runs, tmp_path):
-    out = tmp_path / "tasks.png"
-    gallery.main([runs["humanoid"]] * 2, out, checkpoint="100", size=96)
-    picture = np.asarray(Image.open(out))
-    one = 96 + 2 * figures.BORDER
-    assert picture.shape == (one + 3 * figures.LINE + 2, 4 * one, 3)
-    assert tuple(picture[0, 0]) == tuple(picture[0, one]) == figures.BAD  # it still drops
-    assert picture[20:100, 20:100].std() > 20 and (picture[:, 2 * one :] == 255).all()
-
-
-def test_what_a_policy_is_paid_stands_beside_the_whole_pose(runs, tmp_path, capsys):
-    from tiny_clip.data import degrees
-    from tiny_clip.poses import describe
-
-    out, run = tmp_path / "paid.png", runs["humanoid"]
-    paid.main([run], out, checkpoint="100", step=5, size=64)
-    found = re.findall(r": ([\d.]+) of it, paid (-?[\d.]+)", capsys.readouterr().out)
-    (share, reward), (whole, most) = np.array(found, float)
-    seeds = np.random.SeedSequence((0, 4, 0)).generate_state(20)
-    played = eval_epic.rollout(eval_epic.load_run(run), run / "checkpoints/step_100.pt", seeds)
-    at = played["states"][played["step"] == 4]
-    assert len(at) == 20
-    assert share == pytest.approx(degrees(describe(at[:, :24]))["standing"].mean(), abs=0.006)
-    assert whole > 0.97 > share and most > reward > -0.3
-    picture = np.asarray(Image.open(out))
-    assert tuple(picture[0, 0]) == figures.BAD and tuple(picture[0, -1]) == figures.GOOD
+    Image.fromarray(frames[0, 0]).save(goal)
+    model = dataclasses.replace(MODEL, target_image=(str(goal),))
+    eval_epic.Epic(dataset=path, judge=own["judge"], reward=model)()
+    (row,) = read_table(tmp_path / "reach/epic_judge/epic.csv")
+    expected = clip_reward.CLIPReward(clip, target_images=[str(goal)])(frames).numpy()
+    distance = expected_distance(expected, states[:, 0] > 0.5)
+    assert float(row["epic"]) == pytest.approx(distance, abs=1e-3)

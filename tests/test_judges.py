@@ -4,12 +4,16 @@ import inspect
 import math
 import re
 
-import mujoco
 import numpy as np
 import pytest
 
-from egl_render import UsageError
-from evaluation import judges
+import egl_render
+
+egl_render.setup_gl()
+import mujoco
+
+from clip_reward import UsageError
+from environments import judges
 from tiny_clip import poses
 
 
@@ -206,12 +210,29 @@ def test_a_judge_by_name_or_from_ones_own_file(tmp_path):
     path.write_text(
         "def high(states):\n    '''It is\n    high.'''\n    return states[:, 2] > 1\n"
         "def heights(states):\n    return states[:, 2]\n"
+        "number = 3\n"
     )
     task = judges.find_task(f"{path}:high", "Any-v0")
     assert (task.name, task.criterion) == ("high", "It is high.")
     assert task.judge(np.array([[0, 0, 2.0], [0, 0, 0.5]])).tolist() == [True, False]
-    with pytest.raises(UsageError, match=r"of 2 states not \[B\] bool but \[2\] float64"):
+    with pytest.raises(UsageError, match=r"for 2 states not \[B\] bool but \[2\] float64"):
         judges.find_task(f"{path}:heights", None).judge(np.zeros((2, 3)))
+    with pytest.raises(UsageError, match="mine.py:number: number is not a function"):
+        judges.find_task(f"{path}:number", None)
     for spec in (f"{path}:low", f"{tmp_path}/none.py:high", f"{tmp_path}:high"):
         with pytest.raises(UsageError, match="it is FILE.py:FUNCTION"):
             judges.find_task(spec, None)
+
+
+def test_a_runs_judge_is_tried_on_one_state_before_it_is_needed(tmp_path):
+    path, state = tmp_path / "mine.py", np.zeros(47)
+    path.write_text("def some(states):\n    return states[:1, 0] > 0\n")
+    with pytest.raises(UsageError, match=r"for 2 states not \[B\] bool but \[1\] bool"):
+        judges.episode_judge(f"{path}:some", "Humanoid-v5", (), state)
+    standing = judges.episode_judge(None, "Humanoid-v5", [poses.TASKS["standing"]], state)
+    states = np.zeros((4, 3, 47))  # [T, N, S]: one falls at once, one after half of it, one never
+    states[..., :24] = poses.sample("standing", np.random.default_rng(3))[0]
+    states[:, 0, 2] = states[2:, 1, 2] = 0.1
+    assert standing(states).tolist() == [False, True, True]
+    assert judges.episode_judge(None, "Humanoid-v5", ["a robot dancing"], state) is None
+    assert judges.episode_judge(None, "CartPole-v1", [], state) is None, "it has a rule of its own"

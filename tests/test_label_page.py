@@ -19,9 +19,12 @@ import pytest
 from conftest import PATIENCE
 from PIL import Image
 
+import dqn_clip_classic as dqn
+import egl_render
 import eval_epic
-from clip_reward import UsageError
-from evaluation import datasets, judges, label_page
+from clip_reward import RunError, UsageError
+from environments import judges
+from evaluation import datasets, label_page
 
 COLUMNS = datasets.LABEL_COLUMNS
 
@@ -30,9 +33,8 @@ def save(path, source, **columns):
     """24 CartPole states: [0, 12) fail the judge's rule, [12, 24) pass."""
     states = np.zeros((24, 4))
     states[:, 2] = np.concatenate([np.linspace(0.5, 3, 12), np.linspace(-0.2, 0.2, 12)])
-    flags = {"env_id": "CartPole-v1", "target_prompt": [], "judge": None, "render_size": 48}
-    arguments = {"source": source, "script": "dqn_clip_classic", "flags": flags}
-    datasets.save_dataset(datasets.Dataset(arguments, states, **columns), path)
+    args = dqn.Args(render=egl_render.RenderArgs(render_size=48))
+    datasets.save_dataset(datasets.Dataset(args, {"source": source}, states, **columns), path)
     return path
 
 
@@ -160,7 +162,7 @@ def test_a_failed_save_changes_nothing(frames, tmp_path, monkeypatch, broken):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, broken, fail)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(RunError, match="No space left"):
             session.answer(1, True)
     assert session.path.read_bytes() == before
     assert current(session) == 1
@@ -212,18 +214,20 @@ def test_what_cannot_work_is_said_before_anything_is_written(frames, tmp_path, m
     (tmp_path / "folder.csv").mkdir()
 
     def refused(**change):
+        if "labels" in change:
+            change["labels"] = str(tmp_path / f"{change['labels']}.csv")
         with pytest.raises((UsageError, OSError)) as error:
-            eval_epic.label(**{"dataset": mine} | change)
+            eval_epic.Label(**{"dataset": mine} | change)()
         assert "\n" not in str(error.value)
         return str(error.value)
 
     assert "damaged or not what" in refused(dataset=tmp_path / "wrong.csv")
     assert "--judge kneeling" in refused(judge="kneeling")
     assert "single states and no episodes" in refused(unit="episode")
-    assert "not labels" in refused(labels=tmp_path / "foreign.csv")
-    assert "not a CSV file" in refused(labels=tmp_path / "binary.csv")
-    assert "not a frame or episode of" in refused(labels=tmp_path / "wrong.csv")
-    assert "Is a directory" in refused(labels=tmp_path / "folder.csv")
+    assert "not labels" in refused(labels="foreign")
+    assert "not a CSV file" in refused(labels="binary")
+    assert "not a frame or episode of" in refused(labels="wrong")
+    assert "Is a directory" in refused(labels="folder")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -11,12 +11,11 @@ from helpers import KNEELING, TINY, checkpoint, only_run, rings, run, scalars
 from PIL import Image
 
 import clip_reward
-import egl_render
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from egl_render import RenderArgs
-from training.flags import from_flags, load_args
-from training.run import load_judge
+from environments import classic, judges
+from training.run import from_flags, load_args
 
 SMALL = [
     *("--num-envs", 2, "--episode-length", 12, "--render-size", 64, "--hidden-size", 32),
@@ -53,7 +52,7 @@ def test_observations_of_several_parts_are_flattened():
 
     gym.register("Parts-v0", lambda **_: Parts())
     args = from_flags(sac.Args, dict(env_id="Parts-v0", reward="ground-truth", video_freq=0))
-    assert sac.check_env("Parts-v0") == ("frames", 6, 1)
+    assert sac.describe_env("Parts-v0") is None, "only its own render() can draw it"
     env = sac.make_env(args)()
     observation, _ = env.reset(seed=1)
     assert observation.shape == env.observation_space.shape == (6,)
@@ -84,11 +83,11 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
     env = sac.make_env(args)()
     env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
     states = np.stack([env.step(action)[4]["states"] for action in actions[:, 0]])
-    reward = clip_reward.make_clip_reward("cpu", args.reward)
-    expected = []
+    reward, expected = clip_reward.make_clip_reward(args.reward, "cpu"), []
     for again in (args, from_flags(sac.Args, {"env_id": args.env_id, "render_size": 64})):
-        with clip_reward.RewardPool(lambda args=again: sac.make_renderer(args), None, []) as pool:
-            expected.append(reward(pool.render(states)).numpy())
+        renderer = sac.make_renderer(again)
+        expected.append(reward(renderer.render(states)).numpy())
+        renderer.close()
     path.undo()
     np.testing.assert_allclose(rewards[:, 0], expected[0], atol=5e-4)
     assert np.abs(expected[0] - expected[1]).mean() > 0.01, "seen differently, rewarded differently"
@@ -100,7 +99,7 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
         tmp_path / "goal.png"
     )
     goal = ["--target-prompt", "--target-image", tmp_path / "goal.png"]
-    views = ["--camera-azimuth", 150, 210, "--view-reduction", "min", "--total-timesteps", 24]
+    views = ["--camera-azimuth", 150, 210, "--total-timesteps", 24]
     folder = learn(tmp_path / "runs", *goal, *views)
     args = load_args(folder, sac.Args)
     assert args.reward.target_prompt == () and args.render.camera_azimuth == (150, 210)
@@ -108,48 +107,37 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
     env = sac.make_env(args)()
     env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
     states = np.stack([env.step(0.4 * action)[4]["states"] for action in actions[:, 0]])
-    reward, each = clip_reward.make_clip_reward("cpu", args.reward), []
+    reward, each = clip_reward.make_clip_reward(args.reward, "cpu"), []
     for azimuth in args.render.camera_azimuth:
         one = sac.make_renderer(
-            dataclasses.replace(args, render=RenderArgs(64, camera_azimuth=azimuth))
+            dataclasses.replace(args, render=RenderArgs(64, camera_azimuth=(azimuth,)))
         )
         each.append(reward(one.render(states)).numpy())
         one.close()
-    np.testing.assert_allclose(rewards[:, 0], np.minimum(*each), atol=2e-3)
+    np.testing.assert_allclose(rewards[:, 0], np.mean(each, 0), atol=2e-3)
     assert np.abs(each[0] - each[1]).max() > 5e-3
     (video,) = (folder / "videos").glob("*.mp4")
     assert imageio.mimread(video)[0].shape == (240, 480, 3), "both views, side by side"
-    assert 'src="target_image_1.png" alt="the goal"' in (folder / "index.html").read_text()
-    longer = [sac.__file__, "--resume", folder, "--total-timesteps", 48]
-    Image.new("RGB", (64, 64)).save(tmp_path / "goal.png")
-    refused = run(*longer, code=2).stderr
-    assert f"{tmp_path}/goal.png is not what this run began with, which is {folder}" in refused
-    (folder / "target_image_1.png").rename(tmp_path / "goal.png")
-    name = "checkpoints/step_24.pt"
-    saved = torch.load(folder / name, weights_only=True)
-    saved["flags"] |= {"camera_azimuth": [150.0, 210]}  # as older runs may have it
-    torch.save(saved, folder / name)
-    run(*longer)
-    assert checkpoint(folder)["global_step"] == 48
 
 
 def test_mountain_car_from_its_state(tmp_path):
     """No OpenGL, the goal of the task as success rate, random actions that are held."""
-    base = ["--env-id", sac.MOUNTAIN_CAR, "--video-freq", 24, "--random-repeat", 5]
-    folder = learn(tmp_path, *base, "--total-timesteps", 72, MUJOCO_GL="disable")
+    base = ["--env-id", sac.MOUNTAIN_CAR, "--video-freq", 24, "--episode-length", 60]
+    base += ["--learning-starts", 120]
+    folder = learn(tmp_path, *base, "--total-timesteps", 360, MUJOCO_GL="disable")
     values, images = scalars(folder)
-    assert [event.value for event in values["charts/success_rate"]] == [0, 0, 0]  # in 12 steps
+    assert [event.value for event in values["charts/success_rate"]] == [0, 0, 0]  # in 60 steps
     assert len(next(iter(images.values()))) == 3
     observations, actions, rewards = rings(folder)
     changes = (actions[0].diff(dim=0) != 0).all(1)[:, 0]
-    assert (1 + changes.nonzero()[:, 0]).tolist() == [5, 10], "random actions held for 5 steps"
+    assert (1 + changes.nonzero()[:, 0]).tolist() == [25, 50], "random actions are held"
     # float32 observations are this task's very state: a fresh renderer and CLIP agree
-    frames = egl_render.ClassicRenderer(sac.MOUNTAIN_CAR, 64, textured=True).render(
+    frames = classic.ClassicRenderer(sac.MOUNTAIN_CAR, 64, textured=True).render(
         observations[0, 1:, 1].double().numpy()
     )
     expected = clip_reward.CLIPReward(clip_reward.load_clip(TINY), [KNEELING])(frames)
     torch.testing.assert_close(rewards[0, :, 1], expected, atol=2e-3, rtol=0)
-    assert checkpoint(folder, "best")["global_step"] in (24, 48, 72)
+    assert checkpoint(folder, "best")["global_step"] in (240, 360)
 
 
 def test_a_task_without_states_has_no_judge_of_states():
@@ -157,7 +145,8 @@ def test_a_task_without_states_has_no_judge_of_states():
     args.reward.target_prompt = ("a pendulum",)
     with pytest.raises(UsageError, match="--judge"):
         sac.check_args(args)
-        load_judge(args)
+    with pytest.raises(UsageError, match="no judge"):
+        judges.episode_judge("kneeling", "Pendulum-v1", (), None)
 
 
 def test_humanoid_episodes_have_a_fixed_length_and_little_info():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import egl_render
-from egl_render import ClassicRenderer, MujocoRenderer, RenderArgs, choose_camera, textured_model
+from egl_render import MujocoRenderer, RenderArgs, choose_camera, textured_model
+from environments.classic import ClassicRenderer
 
 egl_render.setup_gl("cpu")
 egl_render.quiet_mujoco()
@@ -58,7 +59,7 @@ def test_the_committed_pictures_are_painted_again():
     rows, columns = np.nonzero(np.abs(other - painted["mountain_0.45"]).max(-1) > 2)
     assert rows.max() < 300 and columns.min() > 540
     for name in ("tile", "haze", "dark", "sun_azimuth", "sun_height", "sun", "ambient"):
-        assert np.array_equal(getattr(look, name), getattr(egl_render.Look(), name)), name
+        assert np.array_equal(getattr(look, name), getattr(egl_render.Scene(), name)), name
 
 
 # ------------------------------------------------------------------------------ MuJoCo

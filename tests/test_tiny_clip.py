@@ -351,6 +351,7 @@ def test_the_model_is_small_and_half_precision():
         )
 
 
+@pytest.mark.slow
 def test_a_tiny_training_run_gives_a_model_that_open_clip_loads(tmp_path):
     import open_clip
 

@@ -1,5 +1,6 @@
 """The updates against the papers' formulas in plain autograd, and the benchmark of their speed."""
 
+import copy
 import functools
 import json
 import shutil
@@ -13,7 +14,6 @@ from helpers import run as run_script
 
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
-from training.run import compile_update, seed_everything
 
 OBSERVATIONS, ACTIONS, BATCH = 7, 3, 32
 
@@ -177,6 +177,55 @@ def test_three_dqn_updates_are_those_of_the_paper(layer_norm, double):
     assert_same(learner["target_network"].net, target)
 
 
+def gradient(learner, batch, args):
+    """What `dqn.update` leaves in the parameters' grad, before it was clipped."""
+    args.max_grad_norm = 1e9
+    dqn.update(batch, **learner, args=args)
+    return torch.cat([p.grad.flatten() for p in learner["q_network"].parameters()])
+
+
+class Dueling(dqn.QNetwork):
+    """A copy of the script may change the forward pass: the mean advantage is subtracted."""
+
+    def forward(self, observations):
+        values = self.net(observations)
+        return values.mean(1, keepdim=True).tanh() + values - values.mean(1, keepdim=True)
+
+
+class BatchNormed(dqn.QNetwork):
+    """Or add a layer that normalises over the batch."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.net.insert(1, torch.nn.BatchNorm1d(24))
+        torch.nn.init.uniform_(self.net[1].weight, 0.5, 1.5)
+
+
+@pytest.mark.parametrize("kind", [Dueling, BatchNormed])
+def test_dqn_learns_whatever_the_network_is(kind):
+    """The update's gradient is autograd's own of the loss, written out here."""
+    args = dqn.Args(hidden_size=24, gamma=0.9)
+    torch.manual_seed(0)
+    networks = [kind(OBSERVATIONS, gym.spaces.Discrete(ACTIONS), args) for _ in range(2)]
+    networks[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(networks[0].parameters(), lr=0.0)
+    learner = dict(zip(("q_network", "target_network", "optimizer"), [*networks, optimizer]))
+    batch = [torch.randn(BATCH, OBSERVATIONS), torch.randn(BATCH, OBSERVATIONS)]
+    batch += [torch.randint(ACTIONS, (BATCH,)), torch.randn(BATCH), torch.zeros(BATCH)]
+    online, target = copy.deepcopy(networks)
+    found = gradient(learner, batch, args)
+    observations, later, actions, rewards, _ = batch
+    best = online(later).argmax(1)
+    y = rewards + 0.9 * target(later).detach()[range(BATCH), best]
+    error = (online(observations)[range(BATCH), actions] - y).abs()
+    loss = torch.where(error < 1, 0.5 * error**2, error - 0.5).mean()
+    expected = torch.autograd.grad(loss, list(online.parameters()))
+    expected = torch.cat([x.flatten() for x in expected])
+    assert expected.norm() > 1e-2
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("script", [sac, dqn], ids=["sac", "dqn"])
 def test_compiled_updates_are_the_plain_ones(script):
@@ -204,8 +253,12 @@ def test_compiled_updates_are_the_plain_ones(script):
             space = gym.spaces.Discrete(ACTIONS)
             settings = learner = dqn.make_learner(args, OBSERVATIONS, space, device)
         update = functools.partial(script.update, **settings, args=args)
-        if compiled:
-            update = compile_update(update, device)
+        if compiled:  # as the scripts do it
+            update = torch.compile(update, dynamic=False)
+            if device.type == "cuda":
+                from tensordict.nn import CudaGraphModule
+
+                update = CudaGraphModule(update, warmup=5)
         torch.manual_seed(2)
         rows = []
         for i, batch in enumerate(batches):
@@ -238,12 +291,3 @@ def test_the_benchmark_prints_and_writes_updates_per_second(tmp_path):
     assert set(result["updates_per_second"]) == {"SAC", "DQN"}
     for rows in result["updates_per_second"].values():
         assert set(rows) == {"plain"} and rows["plain"] > 0
-
-
-def test_seeding_flushes_denormal_numbers_on_the_cpu():
-    try:
-        seed_everything(sac.Args())
-        assert (torch.tensor(1e-30) * 1e-10).item() == 0, "Adam's averages of a dead unit"
-    finally:
-        torch.set_flush_denormal(False)
-        torch.use_deterministic_algorithms(False)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from evaluation import runs as played
 from tiny_clip import data, poses
-from training.run import checkpoints, flags_of, load_checkpoint
+from training.run import checkpoints, load_checkpoint, saved_flags
 
 PER_DEGREE = 150  # of each run, so many states (or all) from each tenth of the way into its pose
 
@@ -25,9 +25,10 @@ PER_DEGREE = 150  # of each run, so many states (or all) from each tenth of the 
 def states_of(run, rng):
     """States of a run's replay: (qpos [B, 24] but for x and y, number of their episode [B], what
     run it was)."""
-    args = played.load_run(run)
-    pose = getattr(gym.make(args.env_id).unwrapped, "pose", None)  # teacher.py's
-    pose = pose or played.task_of(None, flags_of(args), run).name
+    env_id = saved_flags(run)["env_id"]
+    paid = env_id.startswith("tiny_clip.teacher:")  # code, but ours
+    args = played.load_run(run, played.Own(env_id=env_id if paid else None))
+    pose = gym.make(env_id).unwrapped.pose if paid else played.task_of(None, args, run).name
     step, path = max(checkpoints(run).items())
     seen = load_checkpoint(path)["replay"]["rings"][0][:, 1:, :, :22]  # Humanoid-v5: qpos[2:] first
     episode = np.arange(seen.shape[0] * seen.shape[2]).reshape(seen.shape[0], 1, -1)
