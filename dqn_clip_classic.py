@@ -367,7 +367,7 @@ if __name__ == "__main__":
         scalars |= dict(zip(("losses/td_loss", "losses/q_values"), means, strict=False))
         scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
         if use_clip:
-            scalars |= {f"time/{name}": seconds for name, seconds in pool.timings.items()}
+            scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
             scalars["charts/worker_restarts"] = pool.restarts
         run.log(scalars)
 

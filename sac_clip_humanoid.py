@@ -446,7 +446,7 @@ if __name__ == "__main__":
     check_args(args)
     T, N, use_clip = args.episode_length, args.num_envs, args.reward.reward == "clip"
     state = describe_env(args.env_id)
-    scene = "frames" if state is None else "states"  # in `infos`: what pictures are drawn from
+    drawn_from = "frames" if state is None else "states"  # of `infos`
     judge = judges.episode_judge(args.judge, args.env_id, args.reward.target_prompt, state)
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
@@ -457,7 +457,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     # The reward workers load CLIP while the environments are made.
-    draw = functools.partial(make_renderer, args) if scene == "states" else None
+    draw = functools.partial(make_renderer, args) if drawn_from == "states" else None
     score = functools.partial(clip_reward.make_clip_reward, args.reward) if use_clip else None
     devices = args.reward.devices() if use_clip else args.reward.devices()[:1]
     chunk = max(1, args.reward.clip_batch_size // args.render.views)  # states
@@ -511,9 +511,9 @@ if __name__ == "__main__":
             stepped = envs.step(actor.to_env(action))
             observations[t + 1], env_rewards[t], _, _, infos = stepped
             actions[t] = action.cpu().numpy()
-            if scene in infos:
-                states = np.stack(infos[scene])  # [N, S], or frames [N, H, W, 3]
-                pictured.append(states if scene == "states" else states[:1])
+            if drawn_from in infos:
+                states = np.stack(infos[drawn_from])  # [N, S], or frames [N, H, W, 3]
+                pictured.append(states if drawn_from == "states" else states[:1])
                 if use_clip:
                     pool.put(states)
         success = infos.get("success")
@@ -553,14 +553,14 @@ if __name__ == "__main__":
         scalars |= {f"losses/{name}": value for name, value in zip(LOSSES, means, strict=False)}
         scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
         if use_clip:
-            scalars |= {f"time/{name}": seconds for name, seconds in pool.timings.items()}
+            scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
             scalars["charts/worker_restarts"] = pool.restarts
         run.log(scalars)
 
         # 5. Save
         if pictured and run.due(args.video_freq, T * N):
             frames = np.stack([states[0] for states in pictured])  # the first environment's episode
-            if scene == "states":
+            if drawn_from == "states":
                 frames = pool.render(frames, size=max(240, args.render.render_size))
             run.video(frames, envs.metadata.get("render_fps", 30))
         if run.due(args.checkpoint_freq, T * N):

@@ -72,13 +72,13 @@ class Pool:
         devices: a worker for each (none: the pool is not used); or ["ray"], an actor per GPU of the
             cluster (per CPU if it has no GPU), also of later nodes; or ["ray:N"], N actors.
     Attributes:
-        timings: {"render_s", "clip_s"} of the last `take`: seconds, a worker's on average.
+        render_s, clip_s: seconds of drawing and CLIP for the last `take`, a worker's on average.
         restarts: how many workers were replaced, by Ray or here.
     """
 
     def __init__(self, make_renderer, make_reward, devices, batch_size=64, timeout=600):
         self.setup = make_renderer, make_reward
-        self.batch_size, self.timeout, self.timings = batch_size, timeout, {}
+        self.batch_size, self.timeout = batch_size, timeout
         self.rows, self.queue = [], collections.deque()  # states; jobs (number, method, states, ..)
         self.running, self.results = {}, {}  # {future: (worker, job or None)}; {number: result}
         self.sent = self.lost = self.restarts = 0
@@ -128,7 +128,7 @@ class Pool:
         self.rows = []
         rewards, render_s, clip_s = zip(*self._collect() or [(np.empty(0, np.float32), 0, 0)])
         count = len(self.workers)
-        self.timings = {"render_s": sum(render_s) / count, "clip_s": sum(clip_s) / count}
+        self.render_s, self.clip_s = sum(render_s) / count, sum(clip_s) / count
         if self.cluster:
             self._grow()
         return np.concatenate(rewards)
