@@ -26,6 +26,8 @@ import torch.multiprocessing as mp
 
 from clip_reward import RunError, Scorer, UsageError, first_line
 
+# Silence the resource tracker's leaked-semaphore warning: a process that ends at once leaves some.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOADING = 600  # s that a worker gets, at least, to import, draw and load its model
 
