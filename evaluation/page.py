@@ -92,6 +92,8 @@ def make_page(folder):
         goal = f"the reward of {flags['env_id']} itself"
     resume = ["python", Path(str(flags.get("script"))).name, "--resume", str(folder)]
     resume += ["--total-timesteps", str(2 * total)] * (steps >= total)
+    for flag, own in ("--env-id", flags["env_id"]), ("--judge", flags.get("judge")):
+        resume += [flag, own] * (":" in str(own))  # code is run only if it is named
     success = ["python", "eval_epic.py", "success", "--run", str(folder)]
     success += ["--judge", judge] if isinstance(judge, str) else []
     rows = "".join(f"<tr><td>{escape(x)}<td>{escape(str(y))}" for x, y in flags.items())

@@ -82,6 +82,7 @@ def test_a_robot_of_ones_own_is_nearest_to_the_picture_of_its_goal(tmp_path):
     folder = only_run(tmp_path)
     values, _ = scalars(folder)
     more = "--resume", folder, "--total-timesteps", 96, "--judge", f"{script}:bent"
+    more += "--env-id", "examples.new_mujoco_task:Lamp-v0"
     run(ROOT / "sac_clip_humanoid.py", *more)  # code is run only if it is named
     assert [event.value for event in values["charts/success_rate"]]
     env = gym.make("Lamp-v0").unwrapped

@@ -163,15 +163,21 @@ def parse_args(Args, description):
         say(f"--resume latest: {args.resume or 'no such run yet, a new one'}")
     if (resume := args.resume) is None:
         return args
-    given, saved = args.judge, load_args(resume, Args)
+    given, saved = own_code(args), load_args(resume, Args)
     args = parse(default=saved)
     args.resume = resume
     for name in changed_flags(saved, args)[:1]:
         flag, was = name.replace("_", "-"), flags_of(saved)[name]
         raise UsageError(f"--{flag} was {was!r} in the run to resume; leave it out")
-    if args.judge and ":" in args.judge and not given:  # args.json may be anybody's
-        raise UsageError(f"this run was judged by code: to run it again, type --judge {args.judge}")
+    if needed := [word for word in own_code(args) if word not in given]:
+        raise UsageError(f"args.json names code, which may be anybody's; to run it: {needed[-1]}")
     return args
+
+
+def own_code(args):
+    """List the flags that name code of the user's own."""
+    flags = {"--env-id": args.env_id, "--judge": args.judge}
+    return [f"{flag} {shlex.quote(x)}" for flag, x in flags.items() if ":" in (x or "")]
 
 
 def end_now(number, _):
@@ -403,6 +409,7 @@ class Run:
 
     def _how_to_resume(self):
         command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
+        command = " ".join([command, *own_code(self.args)])
         saved = next(iter(checkpoints(self.folder).values()), None)
         return f"saved: {saved.name}; resume with: {command}" if saved else "nothing is saved"
 
