@@ -254,9 +254,6 @@ if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
     use_clip, T, N = args.reward.reward == "clip", args.episode_length, args.num_envs
-    example = np.zeros(classic.CLASSIC_STATE_SIZES[args.env_id])  # a state
-    judge = judges.episode_judge(args.judge, args.env_id, args.reward.target_prompt, example)
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
@@ -264,14 +261,17 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    score = functools.partial(clip_reward.make_clip_reward, args.reward) if use_clip else None
-    devices = args.reward.devices() if use_clip else ["cpu"] * bool(args.video_freq)
-    chunk, timeout = args.reward.clip_batch_size, args.reward.worker_timeout
-    pool = Pool(functools.partial(make_renderer, args), score, devices, chunk, timeout)
     disabled = gym.vector.AutoresetMode.DISABLED
     envs = gym.vector.SyncVectorEnv([make_env(args)] * N, autoreset_mode=disabled)
     observation_dim = envs.single_observation_space.shape[0]
     action_count = int(envs.single_action_space.n)
+    judge = judges.episode_judge(
+        args.judge, args.env_id, args.reward.target_prompt, np.zeros(observation_dim)
+    )
+    score = functools.partial(clip_reward.make_clip_reward, args.reward) if use_clip else None
+    devices = args.reward.devices() if use_clip else ["cpu"] * bool(args.video_freq)
+    chunk, timeout = args.reward.clip_batch_size, args.reward.worker_timeout
+    pool = Pool(functools.partial(make_renderer, args), score, devices, chunk, timeout)
     say(*pool.wait_ready())
     run = Run(args)
 
