@@ -23,6 +23,7 @@ The environment's own reward, as a baseline (nothing is drawn):
     python sac_clip_humanoid.py --reward ground-truth --video-freq 0
 """
 
+import contextlib
 import functools
 import math
 import multiprocessing
@@ -162,11 +163,17 @@ class EndlessEpisodes(gym.Wrapper):
         super().__init__(env)
         self.frame_size = frame_size
 
-    def step(self, action):
+    def call(self, method, *args, **kwargs):
         try:
-            observation, reward, _, _, info = self.env.step(action)
+            return method(*args, **kwargs)
         except Exception:  # one that cannot be pickled would make Gymnasium wait forever
             raise RuntimeError(f"the environment failed:\n{traceback.format_exc()}") from None
+
+    def reset(self, **kwargs):
+        return self.call(self.env.reset, **kwargs)
+
+    def step(self, action):
+        observation, reward, _, _, info = self.call(self.env.step, action)
         info = {key: info[key] for key in info if key == "success"}
         state = state_of(self)
         if state is not None:
@@ -203,6 +210,14 @@ def make_env(args: Args):
     return thunk
 
 
+def environment_process(*args):
+    """Run Gymnasium's worker, which would print a traceback when the script is gone."""
+    from gymnasium.vector.async_vector_env import _async_worker
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        _async_worker(*args)
+
+
 def make_vector_env(args: Args):
     """Return the environments as one Gymnasium vector environment that never resets itself."""
     modes = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
@@ -215,8 +230,8 @@ def make_vector_env(args: Args):
     # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
     with stop_signals_blocked():
-        envs = [make_env(args)] * args.num_envs
-        envs = gym.vector.AsyncVectorEnv(envs, context="forkserver", copy=False, **modes)
+        modes |= {"context": "forkserver", "worker": environment_process, "copy": False}
+        envs = gym.vector.AsyncVectorEnv([make_env(args)] * args.num_envs, **modes)
     envs.reset_wait = functools.partial(envs.reset_wait, timeout=args.reward.worker_timeout)
     envs.step_wait = functools.partial(envs.step_wait, timeout=args.reward.worker_timeout)
     return envs
