@@ -24,14 +24,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import helpers
 import tyro
 
-from training.flags import checkpoints
+from training.run import checkpoints
 
 COMMON = f"""--num-envs 2 --episode-length 12 --render-size 64 --hidden-size 32 --batch-size 16
     --gradient-steps 6 --learning-starts 24 --checkpoint-freq 48 --video-freq 96 --worker-timeout 5
     --clip-batch-size 8 --clip-model {helpers.TINY} --reward-devices cpu cpu""".split()
 SCRIPTS = {  # HalfCheetah's environments are processes
     "sac": ["sac_clip_humanoid.py", "--env-id", "HalfCheetah-v5", "--target-prompt", "a robot"],
-    "dqn": ["dqn_clip_classic.py", "--target-prompt", "pole upright", "--best-window", "2"],
+    "dqn": ["dqn_clip_classic.py", "--target-prompt", "pole upright"],
 }
 # ends itself at the N-th rename, before it or after it
 AT_A_RENAME = """
@@ -48,7 +48,8 @@ runpy.run_path(sys.argv[0], None, "__main__")
 """
 
 
-KINDS = "kill term int start rename full cut workers environment".split()
+KINDS = "kill term int hup start rename full cut workers environment".split()
+SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
 
 
 @dataclass
@@ -108,7 +109,7 @@ class Chaos:
         process, lines, reader = self.start(*at_rename)
         if kind == "start":
             time.sleep(self.random.uniform(0, 6))
-            process.send_signal(self.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+            process.send_signal(self.random.choice([signal.SIGKILL, *SIGNALS.values()]))
         elif kind != "rename":
             self.rollouts(process, lines, self.random.randint(1, 4))
         children = {pid: self._words(pid) for pid in helpers.descendants(process.pid)}
@@ -117,8 +118,8 @@ class Chaos:
         with contextlib.suppress(ProcessLookupError):
             if kind in ("kill", "cut"):
                 process.kill()
-            elif kind in ("term", "int"):
-                process.send_signal({"term": signal.SIGTERM, "int": signal.SIGINT}[kind])
+            elif kind in SIGNALS:  # to all, as a terminal does it
+                os.killpg(process.pid, SIGNALS[kind])
             elif kind == "full":
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (9000, 9000))
             elif kind == "workers":  # both: the second loss ends it
@@ -136,7 +137,7 @@ class Chaos:
         reader.join()
         assert helpers.wait_until(lambda: helpers.gone(children), 3), f"{kind}: processes are left"
         printed = "".join(lines)
-        assert "Traceback" not in printed, f"{kind}: {printed}"
+        assert kind == "environment" or "Traceback" not in printed, f"{kind}: {printed}"
         return process.returncode, printed
 
     @staticmethod
@@ -175,7 +176,7 @@ class Chaos:
         for name in (None, "best"):
             same = helpers.equal(helpers.checkpoint(one, name), helpers.checkpoint(two, name))
             assert same, f"{name or 'the last'} differs after {happened}"
-        assert not [*two.rglob("*.tmp"), *two.glob("videos/.*")], "temporary files are left"
+        assert not [*two.rglob(".*")], "temporary files are left"
         values = [helpers.scalars(folder)[0]["charts/clip_reward"] for folder in (one, two)]
         whole, resumed = ([(event.step, event.value) for event in curve] for curve in values)
         assert dict(resumed) == dict(whole), "the curves differ"

@@ -40,6 +40,8 @@ CLIP = {
 TRUTH = [*SMALL, "--reward", "ground-truth", "--video-freq", 0]
 CHEETAH = {sac: ["--env-id", "HalfCheetah-v5"], dqn: []}
 BOTH = pytest.mark.parametrize("script", [sac, dqn], ids=["sac", "dqn"])
+SLOW_SAC = [pytest.param(sac, marks=pytest.mark.slow, id="sac"), pytest.param(dqn, id="dqn")]
+MOSTLY_DQN = pytest.mark.parametrize("script", SLOW_SAC)
 
 
 @pytest.fixture(scope="module", params=[sac, dqn], ids=["sac", "dqn"])
@@ -203,7 +205,7 @@ def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_pat
     assert [event.step for event in values["charts/epsilon"]] == list(range(24, 1201, 24))
 
 
-@BOTH
+@MOSTLY_DQN
 def test_the_environments_own_reward_needs_no_prompt_and_no_gl(script, tmp_path):
     """Logged to wandb as well; and the updates follow the rollout."""
     spy = f"""
@@ -264,7 +266,7 @@ def workers(pid):
     return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
-@BOTH
+@MOSTLY_DQN
 def test_one_lost_worker_is_replaced_and_two_in_a_rollout_end_the_run(script, tmp_path):
     flags = [script.__file__, *CLIP[script], "--reward-devices", "cpu", "cpu", "--video-freq", 0]
     flags += ["--total-timesteps", 960, "--clip-batch-size", 8, "--runs-dir", tmp_path]

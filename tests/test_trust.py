@@ -1,8 +1,9 @@
-"""A bad week: two runs at once, numbers that are none, full disks, damaged files, deaths.
-tests/chaos.py does such things at random moments, for as long as one likes."""
+"""A bad week: two runs at once, NaN, full disks, damaged files, signals and deaths. tests/chaos.py
+does such things at random moments, for as long as one likes."""
 
 import contextlib
 import functools
+import json
 import os
 import re
 import resource
@@ -19,21 +20,21 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import KNEELING, ROOT, TINY, checkpoint, equal, only_run, run, wait_until
-from PIL import Image
+from helpers import KNEELING, TINY, checkpoint, equal, only_run, run, wait_until
 
 import clip_reward
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
-from training.flags import checkpoints, load_args
-from training.run import load_checkpoint
+from training.run import checkpoints, load_checkpoint
 
 SMALL = "--num-envs 2 --episode-length 12 --hidden-size 32 --batch-size 16 --gradient-steps 6"
 SMALL = f"{SMALL} --learning-starts 24 --checkpoint-freq 24 --video-freq 0".split()
 TRUTH = [*SMALL, "--reward", "ground-truth"]
 CLIP = [*SMALL, "--target-prompt", KNEELING, "--clip-model", TINY, "--render-size", 64]
 CHEETAH = {sac: ["--env-id", "HalfCheetah-v5"], dqn: []}  # environments in processes
-BOTH = pytest.mark.parametrize("script", [sac, dqn], ids=["sac", "dqn"])
+SLOW_SAC = [pytest.param(sac, marks=pytest.mark.slow, id="sac"), pytest.param(dqn, id="dqn")]
+BOTH = pytest.mark.parametrize("script", SLOW_SAC)  # what training/run.py does for both
+LONG = ["--total-timesteps", 10**6]
 
 
 @contextlib.contextmanager
@@ -57,7 +58,8 @@ def started(*words, patch="", **changes):
 
 
 def reaches(process, step):
-    assert any(line.startswith(f"step {step:,} ") for line in process.stdout)
+    """Read what it prints until it reports this step."""
+    assert any(line.startswith(f"step {step:,}/") for line in process.stdout)
 
 
 def ended(process, code):
@@ -69,8 +71,14 @@ def ended(process, code):
     return lines[0]
 
 
+def refused(*words, **changes):
+    """-> its only line on stderr, an error of the user."""
+    with started(*words, **changes) as process:
+        return ended(process, 2)
+
+
 def finite(state):
-    """Whether all tensors in a checkpoint are numbers."""
+    """Whether no tensor in a checkpoint has a NaN or infinity."""
     if isinstance(state, dict):
         return all(map(finite, state.values()))
     if isinstance(state, (list, tuple)):
@@ -78,10 +86,189 @@ def finite(state):
     return not isinstance(state, torch.Tensor) or bool(state.double().isfinite().all())
 
 
-def test_random_deaths_in_short(tmp_path):
-    """The longest, hence the first: with two processes none waits for it in the end."""
-    line = chaos.Chaos("dqn", 1, ["rename", "full", "cut"], tmp_path).run()
-    assert line.startswith("dqn: 3 deaths, equal to the bit")
+@pytest.mark.parametrize(
+    "script, kinds",
+    [
+        ("dqn", ["rename", "kill", "cut"]),
+        ("sac", ["kill", "kill"]),
+        pytest.param("sac", ["environment", "workers", "start", "hup"], marks=pytest.mark.slow),
+        pytest.param("dqn", ["workers", "start", "full", "int"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_random_deaths_in_short(script, kinds, tmp_path):
+    """Resumed each time, it is equal to the bit to the run that was left alone."""
+    line = chaos.Chaos(script, 1, kinds, tmp_path).run()
+    assert line.startswith(f"{script}: {len(kinds)} deaths, equal to the bit")
+
+
+# ------------------------------------------------------------------------------ resuming
+
+
+@pytest.fixture(scope="module", params=[sac, dqn], ids=["sac", "dqn"])
+def done(request, tmp_path_factory):
+    """(script, folder) of a run that has ended after 48 steps; tests copy the folder."""
+    script, runs_dir = request.param, tmp_path_factory.mktemp("done")
+    run(script.__file__, *done_flags(script), "--total-timesteps", 48, "--runs-dir", runs_dir)
+    folder = only_run(runs_dir)
+    assert [*checkpoints(folder)] == [48, 36], "the newest two stay"
+    return script, folder
+
+
+ONE_DONE = pytest.mark.parametrize("done", SLOW_SAC, indirect=True)
+
+
+def done_flags(script):
+    """One environment, which is in the script's own process."""
+    one = ["--num-envs", 1, "--learning-starts", 12, "--checkpoint-freq", 12]
+    return [*CHEETAH[script], *TRUTH, *one]
+
+
+def edit(folder, **flags):
+    """Change flags in a run's args.json."""
+    path = folder / "args.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | flags))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("checkpoints/*.pt")}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(done, tmp_path):
+    script, whole = done
+    folder = shutil.copytree(whole, tmp_path / "run")
+    newest = folder / "checkpoints/step_48.pt"
+    shutil.copy(newest, newest.with_name("step_48 (copy).pt"))
+    cut(newest)
+    (folder / "checkpoints/best.pt").write_bytes(b"broken")
+    process = run(script.__file__, "--resume", folder)
+    assert "step 48/" in process.stdout and "step 36/" not in process.stdout
+    (warning,) = process.stderr.strip().splitlines()
+    assert warning.startswith("WARNING: ") and str(newest) in warning
+    assert newest.with_name("step_48.pt.damaged").exists()
+    assert equal(checkpoint(folder), checkpoint(whole))
+    assert equal(checkpoint(folder, "best"), checkpoint(whole, "best"))
+    for path in checkpoints(folder).values():
+        cut(path)
+    with started(script.__file__, "--resume", folder) as process:
+        _, printed = process.communicate(timeout=120)
+    assert process.returncode == 2 and printed.count("WARNING") == 2 and "Trace" not in printed
+    assert "it has no intact checkpoints/step_<n>.pt" in printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, Path.unlink])
+@ONE_DONE
+def test_every_damage_is_noticed(done, damage, tmp_path):
+    path = tmp_path / "step_48.pt"
+    shutil.copy(done[1] / "checkpoints/step_48.pt", path)
+    load_checkpoint(path)
+    damage(path)
+    with pytest.raises(clip_reward.UsageError, match="step_48.pt is damaged or no checkpoint"):
+        load_checkpoint(path)
+
+
+@ONE_DONE
+def test_one_edited_flag_does_not_damage_the_checkpoints(done, tmp_path):
+    script, whole = done
+    folder = shutil.copytree(whole, tmp_path / "run")
+    edit(folder, hidden_size=16)
+    line = refused(script.__file__, "--resume", folder, "--total-timesteps", 72)
+    assert line.startswith("error: the checkpoint does not fit these flags")
+    assert contents(folder) == contents(whole)
+    edit(folder, hidden_size=32)
+    run(script.__file__, "--resume", folder, "--total-timesteps", 60)
+    assert max(checkpoints(folder)) == 60
+
+
+def test_nothing_is_left_to_do_and_strange_things_lie_in_the_folder(done, tmp_path):
+    """Fewer steps than were done, a folder notes.tmp, and a lock that is a link."""
+    script, whole = done
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "notes.tmp").mkdir()
+    (folder / "checkpoints/notes.tmp").mkdir()
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (folder / "lock").unlink()
+    (folder / "lock").symlink_to(target)
+    process = run(script.__file__, "--resume", folder, "--total-timesteps", 24)
+    assert "Traceback" not in process.stderr and len(process.stderr.splitlines()) <= 1
+    assert target.read_text() == "precious" and "step 48" not in process.stdout
+    for step, path in checkpoints(whole).items():
+        assert checkpoints(folder)[step].read_bytes() == path.read_bytes()
+
+
+@ONE_DONE
+def test_code_that_only_args_json_names_is_not_run(done, tmp_path):
+    script, whole = done
+    folder = shutil.copytree(whole, tmp_path / "run")
+    own = tmp_path / "own.py"
+    own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(s): return s[:, 0] > -9e9\n")
+    edit(folder, judge=f"{own}:f")
+    line = refused(script.__file__, "--resume", folder, "--total-timesteps", 60)
+    assert f"--judge {own}:f" in line and not (tmp_path / "ran").exists()
+    edit(folder, judge=None, env_id="own:Task-v0")
+    line = refused(script.__file__, "--resume", folder, PYTHONPATH=f"{tmp_path}:{helpers.ROOT}")
+    assert "--env-id own:Task-v0" in line and not (tmp_path / "ran").exists()
+    edit(folder, judge=f"{own}:f", env_id=json.loads((whole / "args.json").read_text())["env_id"])
+    run(script.__file__, "--resume", folder, "--total-timesteps", 60, "--judge", f"{own}:f")
+    assert (tmp_path / "ran").exists()
+    assert helpers.scalars(folder)[0]["charts/success_rate"][-1].value == 1
+
+
+@ONE_DONE
+def test_latest_says_which_run_it_cannot_read(done, tmp_path):
+    script, whole = done
+    good, bad = (shutil.copytree(whole, tmp_path / name) for name in ("good", "bad"))
+    for path in (bad / "checkpoints").iterdir():
+        path.touch()  # the newer one
+    (bad / "args.json").write_text("{")
+    words = [*done_flags(script), "--total-timesteps", 60, "--runs-dir", tmp_path]
+    words += ["--resume", "latest"]
+    process = run(script.__file__, *words)
+    (warning,) = process.stderr.strip().splitlines()
+    assert warning.startswith("WARNING") and f"{bad}/args.json is damaged" in warning
+    assert max(checkpoints(good)) == 60
+
+
+def test_no_code_is_run_from_a_checkpoint(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/owned",)
+
+    torch.save({"global_step": 1, "it": Evil()}, tmp_path / "step_1.pt")
+    with pytest.raises(clip_reward.UsageError, match="step_1.pt is damaged or no checkpoint"):
+        load_checkpoint(tmp_path / "step_1.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.slow
+@BOTH
+def test_local_workers_before_and_ray_now(script, tmp_path):
+    words = [script.__file__, *CHEETAH[script], *CLIP, "--num-envs", 2, "--total-timesteps", 72]
+    local = [*words, "--reward-devices", "cpu", "--clip-batch-size", 8]
+    run(*local, "--runs-dir", tmp_path / "whole")
+    whole = only_run(tmp_path / "whole")
+    folder = shutil.copytree(whole, tmp_path / "half")
+    (folder / "checkpoints/step_72.pt").unlink()
+    run(
+        *(script.__file__, "--resume", folder, "--reward-devices", "ray:1"),
+        RAY_ADDRESS="local",  # a cluster of its own
+    )
+    assert equal(checkpoint(folder), checkpoint(whole))
 
 
 # ------------------------------------------------------------------------------ one writer
@@ -100,114 +287,128 @@ def test_two_runs_in_one_second_have_a_folder_each(script, tmp_path):
     assert all(len(list(folder.glob("events*"))) == 1 for folder in (first, second))
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "script", [sac, pytest.param(dqn, marks=pytest.mark.slow)], ids=["sac", "dqn"]
+)
 def test_a_run_that_lives_cannot_be_resumed(script, tmp_path):
-    words = [script.__file__, *CHEETAH[script], *TRUTH, "--total-timesteps", 10**6]
-    with started(*words, "--runs-dir", tmp_path) as alive:
+    words = [script.__file__, *CHEETAH[script], *TRUTH, *LONG, "--runs-dir", tmp_path]
+    with started(*words) as alive:
         reaches(alive, 48)
         folder = only_run(tmp_path)
         before = (folder / "args.json").read_bytes()
-        with started(script.__file__, "--resume", folder, "--total-timesteps", 10**7) as second:
-            line = ended(second, 2)
-        assert re.search(rf"process {alive.pid} on \S+ is writing to it", line)
+        line = refused(script.__file__, "--resume", folder, "--total-timesteps", 10**7)
+        assert line == f"error: another process is writing to {folder}"
         assert (folder / "args.json").read_bytes() == before
+        children = helpers.descendants(alive.pid)
         alive.kill()
-        alive.wait()
-        done = max(checkpoints(folder))
-        with started(script.__file__, "--resume", folder, "--total-timesteps", done + 24) as second:
+        assert alive.communicate(timeout=20)[1].strip() == "", "it dies silently"
+        assert wait_until(lambda: helpers.gone(children), 5)
+        last = max(checkpoints(folder))
+        with started(script.__file__, "--resume", folder, "--total-timesteps", last + 24) as second:
             assert second.wait(120) == 0, "its lock has died with it"
 
 
-# ------------------------------------------------------------------------------ not a number
+# ------------------------------------------------------------------------------ NaN
 
 BROKEN = """
+    import threading
+    import time
+
     import gymnasium as gym
     import numpy as np
+
+    class Odd(Exception):
+        "What cannot be pickled."
+
+        def __init__(self, one, two):
+            super().__init__(one)
+            self.lock = threading.Lock()
 
     class Broken(gym.Env):
         observation_space = gym.spaces.Box(-1, 1, (3,))
         action_space = gym.spaces.Box(-1, 1, (2,))
+        episodes = -1
 
         def reset(self, seed=None, options=None):
             super().reset(seed=seed)
-            self.age = 0
+            self.age, self.episodes = 0, self.episodes + 1
+            RESET
             return np.zeros(3, np.float32), {}
 
         def step(self, action):
             self.age += 1
             observation, reward = np.zeros(3, np.float32), 0.5
-            FAULT
+            if self.episodes == 2:
+                STEP
             return observation, reward, False, False, {}
 
     gym.register("Broken-v0", Broken)
 """
+SEED = np.random.SeedSequence((1, 2)).generate_state(3)[0]  # of environment 0 in the third rollout
 
 
 @pytest.mark.parametrize(
-    "fault, message",
+    "step, reset, message",
     [
-        ("observation[1] = np.nan * (self.np_random.random() < 2 and self.age == 7)", "[1] of"),
-        ("reward = -np.inf if self.age == 9 else 0.5", "reward of environment 0 is -inf, 8 steps"),
-        ("reward = 1e30", "losses/qf1_loss is inf after 24 steps"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
+        (
+            "observation[1] = np.nan if self.age == 7 else 0",
+            "pass",
+            f"observation of environment 0 is not finite 7 steps after its reset with seed {SEED}",
+        ),
+        (
+            "reward = -np.inf if self.age == 9 else 0.5",
+            "pass",
+            f"reward of environment 0 is not finite 8 steps after its reset with seed {SEED}: -inf",
+        ),
+        ("reward = 1e30", "pass", "losses/qf1_loss is inf after 72 steps"),
+        ("raise Odd(1, 2)", "pass", "Odd"),
+        ("pass", "if self.episodes == 2: raise Odd(1, 2)", "Odd"),
+        ("time.sleep(1000)", "pass", "timed out after 3 second"),
     ],
-    ids=["observation", "reward", "loss", "raises"],
+    ids=["observation", "reward", "loss", "raises", "reset raises", "hangs"],
 )
-def test_what_an_environment_gives_that_is_no_number(fault, message, tmp_path):
-    if "nan" in fault:
-        fault = "observation[1] = np.nan if self.age == 7 else 0"
-        message = "observation[1] of environment 0 is nan, 7 steps after it was reset with seed "
-        message += str(np.random.SeedSequence((1, 0)).generate_state(3)[0])
-    source = textwrap.dedent(BROKEN).replace("FAULT", fault)
+def test_what_an_environment_may_do(step, reset, message, tmp_path):
+    """Whatever it is, the run ends, says it, and leaves a good checkpoint and no process."""
+    source = textwrap.dedent(BROKEN).replace("STEP", step).replace("RESET", reset)
     (tmp_path / "broken_task.py").write_text(source)
-    words = ["--env-id", "broken_task:Broken-v0", "--total-timesteps", 96, "--runs-dir"]
+    words = ["--env-id", "broken_task:Broken-v0", "--total-timesteps", 96, "--worker-timeout", 3]
     path = os.pathsep.join([str(tmp_path), helpers.environment()["PYTHONPATH"]])
-    command = [sac.__file__, *TRUTH, *words, tmp_path / "runs"]
+    command = [sac.__file__, *TRUTH, *words, "--runs-dir", tmp_path / "runs"]
     with started(*command, PYTHONPATH=path) as process:
-        _, printed = process.communicate(timeout=120)
-    assert process.returncode == 1
+        reaches(process, 48)
+        children = helpers.descendants(process.pid)
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 1 and wait_until(lambda: helpers.gone(children), 5)
     line = printed.splitlines()[-1]
-    assert line.startswith("error: ") and message in line, printed
-    if "division" in message:  # where the user's own environment is wrong
-        assert "broken_task.py" in printed and "1 / 0" in printed
+    assert line.startswith("error: ") and "saved: step_48.pt; resume with: python " in line
+    if "Odd" in message:  # where the user's own environment is wrong
+        assert "broken_task.py" in printed and "raise Odd(1, 2)" in printed
+    elif "timed" in message:
+        assert message in line
     else:
-        assert "Traceback" not in printed
-    folder = only_run(tmp_path / "runs")
-    saved = checkpoint(folder)
-    assert f"step_{saved['global_step']}.pt" in line and "--resume" in line
-    assert finite(saved) and saved["replay"]["count"] == len(saved["history"]) == 0
+        assert message in line and len(printed.splitlines()) == 1, printed
+    saved = checkpoint(only_run(tmp_path / "runs"))
+    assert finite(saved) and saved["replay"]["count"] == saved["rollout"] == 2
 
 
-@BOTH
-def test_a_reward_that_is_no_number_is_kept_with_its_picture(script, tmp_path):
+def test_a_reward_that_is_not_finite_names_its_environment(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = tmp_path / "model"
-    shutil.copytree(ROOT / "tiny_clip", model, ignore=shutil.ignore_patterns("*.py", "__*"))
+    shutil.copytree(helpers.ROOT / "tiny_clip", model, ignore=shutil.ignore_patterns("*.py", "__*"))
     weights = load_file(model / "open_clip_model.safetensors")
     weights["visual.conv1.weight"].fill_(torch.nan)
     save_file(weights, model / "open_clip_model.safetensors")
-    words = [script.__file__, *CLIP, "--clip-model", f"local-dir:{model}"]
+    words = [dqn.__file__, *CLIP, "--clip-model", f"local-dir:{model}"]
     words += ["--reward-devices", "cpu", "--total-timesteps", 48, "--runs-dir", tmp_path / "runs"]
     with started(*words) as process:
         line = ended(process, 1)
-    assert "CLIP's reward of scene 0 of this rollout is nan; try --clip-precision" in line
-    folder = only_run(tmp_path / "runs")
-    (scene,) = folder.glob("not_finite_*.npz")
-    assert str(scene) in line
-    states = np.load(scene)["states"]
-    args = load_args(folder, script.Args)
-    expected = script.make_renderer(args).render(states[None])[0]
-    np.testing.assert_array_equal(np.asarray(Image.open(scene.with_suffix(".png"))), expected)
-    assert checkpoint(folder)["global_step"] == 0
+    seed = np.random.SeedSequence((1, 0)).generate_state(3)[0]
+    assert "error: reward of environment 0 is not finite 0 steps after its reset" in line
+    assert f"with seed {seed}: nan" in line and line.endswith("nothing is saved")
 
 
 # ------------------------------------------------------------------------------ full disks
-
-
-def limit_files(pid, size):
-    """From now on the process cannot write beyond `size` bytes of a file."""
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
 
 
 def leftovers(folder):
@@ -216,12 +417,11 @@ def leftovers(folder):
 
 @BOTH
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last(script, tmp_path):
-    words = [script.__file__, *CHEETAH[script], *TRUTH, "--total-timesteps", 10**6]
-    words += ["--keep-checkpoints", 0, "--runs-dir", tmp_path]
+    words = [script.__file__, *CHEETAH[script], *TRUTH, *LONG, "--runs-dir", tmp_path]
     with started(*words) as process:
         reaches(process, 96)
         folder = only_run(tmp_path)
-        limit_files(process.pid, 20_000)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
         _, printed = process.communicate(timeout=120)
     lines = printed.splitlines()
     assert process.returncode == 1 and "Traceback" not in printed and len(lines) <= 2, printed
@@ -232,111 +432,147 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last(sc
     run(script.__file__, "--resume", folder, "--total-timesteps", last + 24)
 
 
-@BOTH
-def test_a_resume_without_room_loses_nothing(script, tmp_path):
-    words = [script.__file__, *CHEETAH[script], *TRUTH, "--runs-dir", tmp_path]
-    run(*words, "--total-timesteps", 48)
-    folder = only_run(tmp_path)
+@ONE_DONE
+def test_a_resume_without_room_loses_nothing(done, tmp_path):
+    script, whole = done
+    folder = shutil.copytree(whole, tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*.[jp][st]*")}
     no_room = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
     with started(script.__file__, "--resume", folder, patch=no_room) as process:
         assert "File too large" in ended(process, 1)
     assert {path: path.read_bytes() for path in before} == before and not leftovers(folder)
-    with started(*words, "--total-timesteps", 48, patch=no_room) as process:
-        assert "File too large" in ended(process, 1)
-    assert only_run(tmp_path) == folder, "no folder of a run that never began"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_a_full_disk_is_called_so_and_costs_no_more_than_a_video(tmp_path):
+def test_a_full_disk_is_called_so(tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path])
     if mounted.returncode:
         pytest.skip("no disk can be mounted here")
     try:
-        words = [dqn.__file__, *CLIP, "--reward-devices", "cpu", "--checkpoint-freq", 2400]
-        words += ["--video-freq", 24, "--total-timesteps", 10**6, "--runs-dir", tmp_path]
-        with started(*words) as process:
+        words = [dqn.__file__, *CLIP, "--reward-devices", "cpu", "--video-freq", 24]
+        with started(*words, *LONG, "--runs-dir", tmp_path) as process:
             reaches(process, 48)
             folder = only_run(tmp_path)
-            filler = tmp_path / "filler"
-            with contextlib.suppress(OSError), filler.open("wb", 0) as file:
+            with contextlib.suppress(OSError), (tmp_path / "filler").open("wb", 0) as file:
                 while file.write(b"x" * 4096):
                     pass
-            reaches(process, 240)  # it goes on, without videos
-            process.send_signal(signal.SIGTERM)
             _, printed = process.communicate(timeout=120)
-        assert process.returncode == 1
-        assert printed.count("WARNING") == 1 and "Traceback" not in printed, printed
-        assert re.search("could not be written: .*No space left on device", printed)
-        assert printed.splitlines()[-1].endswith("nothing is saved")
-        assert not leftovers(folder)
+        *warnings, line = printed.splitlines()
+        assert process.returncode == 1 and all("mp4 could not be written" in x for x in warnings)
+        assert re.search(r"error: .*\.pt could not be written: .*No space left on device", line)
+        last = checkpoint(folder)["global_step"]
+        assert f"saved: step_{last}.pt; resume with: " in line and not leftovers(
+            folder / "checkpoints"
+        )
+        (tmp_path / "filler").unlink()
+        run(dqn.__file__, "--resume", folder, "--total-timesteps", last + 24)
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
-# ------------------------------------------------------------------------------ damaged files
+# ------------------------------------------------------------------------------ stdout that ends
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+@pytest.mark.parametrize(
+    "script, end",
+    [
+        (dqn, "| head -1"),
+        (dqn, ">/dev/full"),
+        (dqn, ">&-"),
+        pytest.param(sac, "| head -1", marks=pytest.mark.slow),
+    ],
+    ids=["head", "full", "closed", "sac"],
+)
+def test_stdout_may_end(script, end, tmp_path):
+    words = [sys.executable, script.__file__, *TRUTH, "--total-timesteps", 72]
+    line = " ".join(map(str, [*words, "--runs-dir", tmp_path, end]))
+    process = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        **{"capture_output": True, "text": True, "timeout": 200, "env": helpers.environment()},
+    )
+    assert process.stderr.strip() == "" and process.returncode == 0
+    assert max(checkpoints(only_run(tmp_path))) == 72
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+# ------------------------------------------------------------------------------ signals and deaths
+
+STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+STOPPING = "stopping after this rollout; Ctrl-C once more stops now"
 
 
-def foreign(path):
-    torch.save({"global_step": 96, "replay": {}}, path)
+@pytest.mark.parametrize(
+    "script, number",
+    [
+        (sac, signal.SIGINT),
+        (sac, signal.SIGTERM),
+        (dqn, signal.SIGHUP),
+        pytest.param(sac, signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(dqn, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+    ids=["sac-int", "sac-term", "dqn-hup", "sac-hup", "dqn-term"],
+)
+def test_a_signal_to_the_whole_group_ends_it_after_the_rollout(script, number, tmp_path):
+    """SAC's environments are processes, DQN has a reward worker."""
+    words = TRUTH if script is sac else [*CLIP, "--reward-devices", "cpu"]
+    words = [script.__file__, *CHEETAH[script], *words, *LONG, "--runs-dir", tmp_path]
+    with started(*words, "--checkpoint-freq", 0) as process:
+        reaches(process, 48)
+        folder = only_run(tmp_path)
+        assert not checkpoints(folder)
+        children = helpers.descendants(process.pid)
+        assert len(children) >= (3 if script is sac else 1)
+        os.killpg(process.pid, number)  # as a terminal does it
+        output, printed = process.communicate(timeout=60)
+    assert process.returncode == STOPS[number], printed
+    assert printed.strip() == STOPPING
+    last = checkpoint(folder)
+    assert last["global_step"] == 24 * last["rollout"] > 24
+    resume = f"resume with: python {script.__file__} --resume {folder}"
+    assert f"saved: step_{last['global_step']}.pt; {resume}" in output
+    assert wait_until(lambda: helpers.gone(children), 5)
 
 
-def empty(path):
-    path.write_bytes(b"")
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    words = [sac.__file__, *CHEETAH[sac], *TRUTH, *LONG, "--gradient-steps", 10**6]
+    with started(*words, "--learning-starts", 48, "--runs-dir", tmp_path) as process:
+        reaches(process, 24)
+        time.sleep(1)
+        children = helpers.descendants(process.pid)
+        for _ in range(2):
+            time.sleep(1)
+            assert process.poll() is None, "a rollout is not over"
+            os.killpg(process.pid, signal.SIGINT)
+        _, printed = process.communicate(timeout=10)
+    assert process.returncode == 130 and printed.strip() == STOPPING
+    assert wait_until(lambda: helpers.gone(children), 5)
 
 
-@BOTH
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, tmp_path):
-    words = [script.__file__, *CHEETAH[script], *TRUTH, "--total-timesteps", 96, "--runs-dir"]
-    run(*words, tmp_path / "whole")
-    whole = only_run(tmp_path / "whole")
-    assert [*checkpoints(whole)] == [96, 72]
-    # both scripts read it in the same way, and SAC's environments start slowly
-    for damage in (cut, flip, empty, foreign, Path.unlink)[(3 if script is sac else 0) :]:
-        name = damage.__name__
-        folder = shutil.copytree(whole, tmp_path / name)
-        newest = folder / "checkpoints/step_96.pt"
-        shutil.copy(newest, newest.with_name("step_96 (copy).pt"))
-        damage(newest)
-        (folder / "checkpoints/best.pt").write_bytes(b"broken")
-        process = run(script.__file__, "--resume", folder)
-        warnings = process.stderr.strip().splitlines()
-        if damage != Path.unlink:
-            (warning,) = warnings
-            assert warning.startswith("WARNING: ") and str(newest) in warning, name
-        assert "step 96 " in process.stdout and "step 72 " not in process.stdout
-        assert equal(checkpoint(folder), checkpoint(whole)), name
-        assert equal(checkpoint(folder, "best"), checkpoint(whole, "best")), name
-    for path in checkpoints(folder).values():
-        cut(path)
-    with started(script.__file__, "--resume", folder) as process:
-        _, printed = process.communicate(timeout=120)
-    assert process.returncode == 2 and printed.count("WARNING") == 2
-    assert printed.splitlines()[-1].endswith("no checkpoint in it is whole")
-
-
-def test_no_code_is_run_from_a_checkpoint(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path}/owned",)
-
-    torch.save({"global_step": 1, "it": Evil()}, tmp_path / "step_1.pt")
-    with pytest.raises(clip_reward.UsageError, match="step_1.pt is damaged or no checkpoint"):
-        load_checkpoint(tmp_path / "step_1.pt")
-    assert not (tmp_path / "owned").exists()
-
-
-# ------------------------------------------------------------------------------ deaths
+@pytest.mark.parametrize(
+    "script, number, delays",
+    [
+        (sac, signal.SIGINT, (0.5, 2, 4)),
+        (dqn, signal.SIGTERM, (1, 3)),
+        *(
+            pytest.param(script, number, np.arange(0.5, 6), marks=pytest.mark.slow)
+            for script in (sac, dqn)
+            for number in STOPS
+        ),
+    ],
+)
+def test_a_signal_during_the_start_is_quiet_and_leaves_no_folder(script, number, delays, tmp_path):
+    words = [script.__file__, *CHEETAH[script], *CLIP, *LONG, "--reward-devices", "cpu"]
+    for delay in delays:
+        with started(*words, "--runs-dir", tmp_path) as process:
+            time.sleep(delay)
+            children = helpers.descendants(process.pid)
+            os.killpg(process.pid, number)  # as a terminal does it
+            output, printed = process.communicate(timeout=60)
+            assert process.returncode in (-number, 128 + number), (delay, printed)
+            assert printed.strip() in ("", STOPPING), (delay, printed)
+            assert wait_until(functools.partial(helpers.gone, children), 5)
+            assert output.count("step ") or not list(tmp_path.iterdir()), delay
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path)
 
 
 def environments(pid):
@@ -350,75 +586,33 @@ def environments(pid):
     return helpers.descendants(server)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_an_environment_that_dies_or_stops_ends_the_run_in_one_line(number, tmp_path):
-    words = [sac.__file__, *CHEETAH[sac], *TRUTH, "--total-timesteps", 10**6]
-    with started(*words, "--worker-timeout", 3, "--runs-dir", tmp_path) as process:
+STOPPED = pytest.param(signal.SIGSTOP, marks=pytest.mark.slow, id="stopped")
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, id="killed"), STOPPED])
+def test_an_environment_that_dies_or_stops_ends_the_run(number, tmp_path):
+    words = [sac.__file__, *CHEETAH[sac], *TRUTH, *LONG, "--worker-timeout", 3]
+    with started(*words, "--runs-dir", tmp_path) as process:
         reaches(process, 48)
         children = helpers.descendants(process.pid)
         os.kill(environments(process.pid)[0], number)
-        line = ended(process, 1)
-    if number == signal.SIGKILL:
-        assert re.match(r"error: the process of environment \d was killed .*exit code -9", line)
-    else:
-        assert "an environment hangs (--worker-timeout): " in line and "after 3 second" in line
-    folder = only_run(tmp_path)
-    assert f"saved: step_{checkpoint(folder)['global_step']}.pt" in line
-    assert wait_until(lambda: helpers.gone(children), 2)
-    done = checkpoint(folder)["global_step"] + 24
-    run(sac.__file__, "--resume", folder, "--total-timesteps", done)
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 1
+    folder, line = only_run(tmp_path), printed.splitlines()[-1]
+    last = checkpoint(folder)["global_step"]
+    assert line.startswith("error: ") and f"saved: step_{last}.pt" in line
+    assert wait_until(lambda: helpers.gone(children), 5)
+    run(sac.__file__, "--resume", folder, "--total-timesteps", last + 24)
 
 
-@BOTH
-def test_a_killed_run_is_silent_and_a_signal_saves(script, tmp_path):
-    words = [script.__file__, *CHEETAH[script], *TRUTH, "--total-timesteps", 10**6]
-    with started(*words, "--checkpoint-freq", 10**6, "--runs-dir", tmp_path) as process:
-        reaches(process, 48)
-        folder = only_run(tmp_path)
-        assert not checkpoints(folder)
-        process.send_signal(signal.SIGUSR1)
-        assert wait_until(lambda: checkpoints(folder), 20)
-        reaches(process, max(checkpoints(folder)) + 24)
-        children = helpers.descendants(process.pid)
-        process.kill()
-        assert process.communicate(timeout=20)[1].strip() == ""
-        assert wait_until(lambda: helpers.gone(children), 2)
+# ------------------------------------------------------------------------------ wandb
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
-@BOTH
-def test_a_signal_during_the_start_is_quiet_and_leaves_no_folder(script, number, tmp_path):
-    words = [script.__file__, *CHEETAH[script], *CLIP, "--total-timesteps", 10**6]
-    words += ["--reward-devices", "cpu", "--runs-dir", tmp_path]
-    for delay in (0.3, 1.5, 2.5, 3.5, 4.5)[:: 1 if script is sac else 2]:
-        with started(*words) as process:
-            time.sleep(delay)
-            children = helpers.descendants(process.pid)
-            os.killpg(process.pid, number)  # as a terminal does it
-            output, printed = process.communicate(timeout=60)
-            assert process.returncode in (-number, 128 + number), (delay, printed)
-            stopping = "stopping after this rollout; Ctrl-C once more to stop now"
-            assert printed.strip() in ("", stopping), (delay, printed)
-            assert wait_until(functools.partial(helpers.gone, children), 2)
-            assert output.count("step ") or not list(tmp_path.iterdir()), delay
-        for path in tmp_path.iterdir():
-            shutil.rmtree(path)
-
-
-def test_track_without_a_key_is_one_line(tmp_path):
-    words = [dqn.__file__, *TRUTH, "--total-timesteps", 48, "--track", "--runs-dir"]
-    changes = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
-    with started(*words, tmp_path / "runs", **changes) as process:
-        assert ended(process, 2).startswith("error: --track: ")
-    assert not list((tmp_path / "runs").iterdir())
-
-
+@pytest.mark.slow
 def test_no_secret_is_written(tmp_path):
     secret = "0123456789abcdef" * 3
     words = [dqn.__file__, *TRUTH, "--total-timesteps", 48, "--track", "--runs-dir", tmp_path]
     words += ["--video-freq", 24]
     run(*words, WANDB_MODE="offline", WANDB_API_KEY=secret, HF_TOKEN=secret)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    kept = [path for path in files if "wandb" in str(path) and path.suffix == ".mp4"]
-    assert len(kept) == 2, "videos in wandb's run"
     assert len(files) > 4 and not any(secret.encode() in path.read_bytes() for path in files)
