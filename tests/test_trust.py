@@ -550,8 +550,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
 @pytest.mark.parametrize(
     "script, number, delays",
     [
-        (sac, signal.SIGINT, (0.5, 2, 4)),
-        (dqn, signal.SIGTERM, (1, 3)),
+        pytest.param(sac, signal.SIGINT, (0.5, 2, 4), id="sac"),
+        pytest.param(dqn, signal.SIGTERM, (1, 3), id="dqn"),
         *(
             pytest.param(script, number, np.arange(0.5, 6), marks=pytest.mark.slow)
             for script in (sac, dqn)
