@@ -12,7 +12,7 @@ mujoco reads MUJOCO_GL when it is imported, so this module imports it inside fun
 import contextlib
 import ctypes.util
 import functools
-import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -92,7 +92,13 @@ def is_software(name: str) -> bool:
 
 def quiet_mujoco() -> None:
     """Drop MuJoCo's deprecation warnings about model files: users cannot fix Gymnasium's files.
-    Other warnings go to stderr."""
+    Other warnings go to stderr. Call it before the first environment is made."""
+    # Gymnasium imports glfw, which looks for its library in a Python process of its own unless told
+    # where it is. A signal during the start would make that process print a traceback.
+    found = importlib.util.find_spec("glfw")
+    library = Path(found.origin).with_name("x11") / "libglfw.so" if found and found.origin else None
+    if library and library.exists():
+        os.environ.setdefault("PYGLFW_LIBRARY", str(library))
     try:
         import mujoco
     except Exception as error:  # half a dozen kinds, by library
