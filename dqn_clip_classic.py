@@ -248,8 +248,6 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
     return start + (end - start) * min(1.0, step / max(1, duration))
 
 
-BEST_WINDOW = 5  # best.pt has the highest mean reward over this many rollouts in a row
-
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
@@ -287,8 +285,7 @@ if __name__ == "__main__":
             learn = CudaGraphModule(learn, warmup=5)
     buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
     updates = torch.zeros((), dtype=torch.int64)
-    scores = torch.full((BEST_WINDOW,), math.nan)  # mean rewards of the learned policy's rollouts
-    saved = learner | {"replay": buffer, "updates": updates, "scores": scores}
+    saved = learner | {"replay": buffer, "updates": updates}
     run.restore(saved)  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
@@ -336,8 +333,7 @@ if __name__ == "__main__":
         run.step += steps
         run.rollout += 1
         if learned:
-            scores.copy_(torch.cat([scores[1:], torch.tensor([rewards.mean()])]))
-            run.keep_best(scores.nanmean(), q_network=q_network)
+            run.keep_best(rewards.mean(), q_network=q_network)
 
         # 3. Learn
         t3 = time.perf_counter()

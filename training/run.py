@@ -67,6 +67,7 @@ RESUME_MAY_CHANGE = set(
     "allow_slow compile track judge runs_dir resume".split()
 )
 
+BEST_WINDOW = 5  # rollouts of which best.pt has the highest mean: one may have lucky starts
 
 CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's page
     "reward per step": ["charts/clip_reward"],
@@ -251,7 +252,8 @@ class Run:
     def __init__(self, args):
         from torch.utils.tensorboard import SummaryWriter  # slow to import: not before --help
 
-        self.args, self.step, self.rollout, self.stopped, self.best = args, 0, 0, 0, {}
+        self.args, self.step, self.rollout, self.stopped = args, 0, 0, 0
+        self.best, self.recent = {}, []  # best.pt's content, and the latest mean rewards
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
         try:
             self.folder = Path(args.resume) if args.resume else self._new_folder()
@@ -331,7 +333,8 @@ class Run:
             raise UsageError(
                 f"the checkpoint does not fit these flags or networks: {problem}"
             ) from error
-        self.rollout, self.best = self.restored["rollout"], copy.deepcopy(self.restored["best"])
+        self.rollout, self.recent = self.restored["rollout"], self.restored["recent"]
+        self.best = copy.deepcopy(self.restored["best"])
         if self.best:  # the file may be of a later rollout
             write(self.folder / "checkpoints/best.pt", self.best)
         self.saved_step, self.restored = self.step, {}  # it maps the file
@@ -367,10 +370,13 @@ class Run:
                 raise RunError(f"{name} of environment {n} is not finite {when}: {array[t, n]}")
 
     def keep_best(self, reward, **networks):
-        """Save checkpoints/best.pt: the networks whose rollouts had the highest reward so far."""
-        if not self.best or reward >= self.best["reward"]:
+        """Save checkpoints/best.pt: the networks after the BEST_WINDOW rollouts in a row with the
+        highest mean reward so far."""
+        self.recent = [*self.recent, float(reward)][-BEST_WINDOW:]
+        mean = sum(self.recent) / len(self.recent)
+        if not self.best or mean >= self.best["reward"]:
             state = {name: network.state_dict() for name, network in networks.items()}
-            self.best = copy.deepcopy(state) | {"global_step": self.step, "reward": float(reward)}
+            self.best = copy.deepcopy(state) | {"global_step": self.step, "reward": mean}
             write(self.folder / "checkpoints/best.pt", self.best)
 
     def save(self, parts):
@@ -378,7 +384,8 @@ class Run:
         stay. Raises RunError."""
         if self.step == self.saved_step:
             return
-        state = {"global_step": self.step, "rollout": self.rollout, "best": self.best}
+        state = {"global_step": self.step, "rollout": self.rollout}
+        state |= {"best": self.best, "recent": self.recent}
         for name, part in parts.items():
             state[name] = part.detach() if isinstance(part, torch.Tensor) else part.state_dict()
         write(self.folder / f"checkpoints/step_{self.step}.pt", state)
