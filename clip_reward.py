@@ -100,7 +100,7 @@ class RewardArgs:
             raise UsageError(f"--reward-devices {unknown}: this machine has {here}; or ray, ray:N")
         return named or there[1:] or ["cpu"] * min(4, os.cpu_count() or 1)
 
-    def check(self) -> None:
+    def check_reward(self) -> None:
         """Check what can be checked before anything slow starts, and download the model. Raises
         UsageError."""
         if self.reward != "clip":

@@ -126,25 +126,25 @@ def make_env(args: Args):
 
 def make_renderer(args: Args, device="cpu", size: int | None = None):
     """Make what draws states; called in every reward worker. These pictures need no GPU."""
-    textured = args.render.textured and args.env_id != "CartPole-v1"
-    return classic.ClassicRenderer(args.env_id, size or args.render.render_size, textured)
+    textured = args.textured and args.env_id != "CartPole-v1"
+    return classic.ClassicRenderer(args.env_id, size or args.render_size, textured)
 
 
 def check_args(args: Args) -> None:
     """Raise UsageError, one line that says what is wrong, before anything slow starts."""
-    rollout, clip = args.num_envs * args.episode_length, args.reward.reward == "clip"
+    rollout, clip = args.num_envs * args.episode_length, args.reward == "clip"
     late = args.learning_starts > max(rollout, args.total_timesteps)
     problems = {
         f"--env-id {args.env_id}: this has {' and '.join(TASKS)}; for continuous actions use "
         "sac_clip_humanoid.py": args.env_id not in TASKS,
         "--terminate gives the task away: use --reward ground-truth": args.terminate and clip,
-        f"--camera-azimuth: {args.env_id} has no camera": args.render.camera_azimuth,
+        f"--camera-azimuth: {args.env_id} has no camera": args.camera_azimuth,
         f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
         f"--learning-starts {args.learning_starts} is never reached": late,
     }
     for problem in filter(problems.get, problems):
         raise UsageError(problem)
-    args.reward.check()
+    args.check_reward()
 
 
 class QNetwork(nn.Module):
@@ -251,7 +251,7 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
-    use_clip, T, N = args.reward.reward == "clip", args.episode_length, args.num_envs
+    use_clip, T, N = args.reward == "clip", args.episode_length, args.num_envs
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
@@ -264,11 +264,11 @@ if __name__ == "__main__":
     observation_dim = envs.single_observation_space.shape[0]
     action_count = int(envs.single_action_space.n)
     judge = judges.episode_judge(
-        args.judge, args.env_id, args.reward.target_prompt, np.zeros(observation_dim)
+        args.judge, args.env_id, args.target_prompt, np.zeros(observation_dim)
     )
-    score = functools.partial(clip_reward.make_clip_reward, args.reward) if use_clip else None
-    devices = args.reward.devices() if use_clip else ["cpu"] * bool(args.video_freq)
-    chunk, timeout = args.reward.clip_batch_size, args.reward.worker_timeout
+    score = functools.partial(clip_reward.make_clip_reward, args) if use_clip else None
+    devices = args.devices() if use_clip else ["cpu"] * bool(args.video_freq)
+    chunk, timeout = args.clip_batch_size, args.worker_timeout
     pool = Pool(functools.partial(make_renderer, args), score, devices, chunk, timeout)
     say(*pool.wait_ready())
     run = Run(args)

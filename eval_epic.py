@@ -70,10 +70,9 @@ class Pictures(egl_render.RenderArgs):
     render_quality: Literal["auto", "full", "light"] | None = None
     textured: bool | None = None
 
-    def over(self, render):
-        """Return those RenderArgs with what is given here."""
-        given = {name: value for name, value in vars(self).items() if value not in (None, ())}
-        return egl_render.RenderArgs(**vars(render) | given)
+    def apply(self, args):
+        """Set what is given here in a script's Args."""
+        vars(args).update({k: v for k, v in vars(self).items() if v not in (None, ())})
 
 
 def args_of(env_id):
@@ -132,7 +131,7 @@ class Collect(Own):
 
             columns = pose_columns(self.per_pose, self.seed)
             data = datasets.Dataset(args_of("Humanoid-v5"), made, **columns)
-        data.args.render = self.render.over(data.args.render)
+        self.render.apply(data.args)
         datasets.save_dataset(data, self.out)
         say(f"{self.out}: {len(data)} states", f"python eval_epic.py sheet --dataset {self.out}")
 
@@ -159,7 +158,7 @@ class OnDataset(Own):
         """Return the dataset and its judges.Task."""
         data = self.data()
         if self.labels == "env" and isinstance(self, Epic):  # nobody has to judge
-            return data, judges.task_for(data.args.env_id, data.args.reward.target_prompt)
+            return data, judges.task_for(data.args.env_id, data.args.target_prompt)
         return data, task_of(self.judge, data.args, data.path)
 
 
@@ -201,14 +200,14 @@ class Prompts(OnDataset):
                 from tiny_clip.data import facing_columns
 
                 columns = facing_columns(self.per_pose)
-                args.render.camera_azimuth = (180.0, 120.0, 240.0)
+                args.camera_azimuth = (180.0, 120.0, 240.0)
             else:
                 columns = datasets.uniform_columns(args.env_id, 15 * self.per_pose, seed=0)
             data = datasets.Dataset(args, {"source": "prompts"}, **columns)
         else:
             raise UsageError("say which --task of the paper, or a --dataset with its --judge")
-        data.args.render = self.render.over(data.args.render)
-        if data.args.env_id in classic.CLASSIC_STATE_SIZES and data.args.render.camera_azimuth:
+        self.render.apply(data.args)
+        if data.args.env_id in classic.CLASSIC_STATE_SIZES and data.args.camera_azimuth:
             raise UsageError(f"--camera-azimuth: {data.args.env_id} has no camera")
         compare.prompts(data, task, self.labels, self.reward, self.out)
 

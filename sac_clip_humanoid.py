@@ -102,8 +102,8 @@ class Args(RunArgs):
     """entropy coefficient; with --autotune its initial value"""
 
     def __post_init__(self):
-        if not self.reward.baseline_prompt and self.env_id.startswith("Humanoid"):
-            self.reward.baseline_prompt = ("a humanoid robot",)
+        if not self.baseline_prompt and self.env_id.startswith("Humanoid"):
+            self.baseline_prompt = ("a humanoid robot",)
 
 
 MOUNTAIN_CAR = "MountainCarContinuous-v0"
@@ -147,11 +147,11 @@ def check_args(args: Args) -> None:
         f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
         f"--learning-starts {args.learning_starts} is never reached": late,
         f"--judge: {args.env_id} has no states to judge": args.judge and no_state,
-        f"--camera-azimuth: {args.env_id} has no camera": args.render.camera_azimuth and no_camera,
+        f"--camera-azimuth: {args.env_id} has no camera": args.camera_azimuth and no_camera,
     }
     for problem in filter(problems.get, problems):
         raise UsageError(problem)
-    args.reward.check()
+    args.check_reward()
 
 
 class EndlessEpisodes(gym.Wrapper):
@@ -187,7 +187,7 @@ class EndlessEpisodes(gym.Wrapper):
 
 def make_env(args: Args):
     """Return a function that makes one environment."""
-    drawn = args.reward.reward == "clip" or args.video_freq
+    drawn = args.reward == "clip" or args.video_freq
     frames = drawn and describe_env(args.env_id) is None
 
     def thunk():
@@ -205,7 +205,7 @@ def make_env(args: Args):
             env = classic.MountainCarTask(env)
         if len(env.observation_space.shape or ()) != 1:  # observations are pictures or a Dict
             env = gym.wrappers.FlattenObservation(env)
-        return EndlessEpisodes(env, args.render.render_size)
+        return EndlessEpisodes(env, args.render_size)
 
     return thunk
 
@@ -232,8 +232,8 @@ def make_vector_env(args: Args):
     with stop_signals_blocked():
         modes |= {"context": "forkserver", "worker": environment_process, "copy": False}
         envs = gym.vector.AsyncVectorEnv([make_env(args)] * args.num_envs, **modes)
-    envs.reset_wait = functools.partial(envs.reset_wait, timeout=args.reward.worker_timeout)
-    envs.step_wait = functools.partial(envs.step_wait, timeout=args.reward.worker_timeout)
+    envs.reset_wait = functools.partial(envs.reset_wait, timeout=args.worker_timeout)
+    envs.step_wait = functools.partial(envs.step_wait, timeout=args.worker_timeout)
     return envs
 
 
@@ -241,13 +241,13 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
     """Make what draws states; called in every reward worker."""
     egl_render.setup_gl(device)  # before mujoco is imported
     egl_render.quiet_mujoco()
-    size = size or args.render.render_size
+    size = size or args.render_size
     if args.env_id == MOUNTAIN_CAR:
-        return classic.ClassicRenderer(args.env_id, size, args.render.textured)
+        return classic.ClassicRenderer(args.env_id, size, args.textured)
     env = gym.make(args.env_id).unwrapped
-    model = egl_render.textured_model(env.fullpath) if args.render.textured else env.model
-    camera = egl_render.choose_camera(args.render, env)
-    return egl_render.MujocoRenderer(model, size, camera, args.render.render_quality)
+    model = egl_render.textured_model(env.fullpath) if args.textured else env.model
+    camera = egl_render.choose_camera(args, env)
+    return egl_render.MujocoRenderer(model, size, camera, args.render_quality)
 
 
 class RunningNorm(nn.Module):
@@ -459,10 +459,10 @@ def update(batch, learner, args: Args):
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
-    T, N, use_clip = args.episode_length, args.num_envs, args.reward.reward == "clip"
+    T, N, use_clip = args.episode_length, args.num_envs, args.reward == "clip"
     state = describe_env(args.env_id)
     drawn_from = "frames" if state is None else "states"  # of `infos`
-    judge = judges.episode_judge(args.judge, args.env_id, args.reward.target_prompt, state)
+    judge = judges.episode_judge(args.judge, args.env_id, args.target_prompt, state)
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
@@ -473,11 +473,11 @@ if __name__ == "__main__":
 
     # The reward workers load CLIP while the environments are made.
     draw = functools.partial(make_renderer, args) if drawn_from == "states" else None
-    score = functools.partial(clip_reward.make_clip_reward, args.reward) if use_clip else None
-    devices = args.reward.devices() if use_clip else args.reward.devices()[:1]
-    chunk = max(1, args.reward.clip_batch_size // args.render.views)  # states
+    score = functools.partial(clip_reward.make_clip_reward, args) if use_clip else None
+    devices = args.devices() if use_clip else args.devices()[:1]
+    chunk = max(1, args.clip_batch_size // args.views)  # states
     drawn = use_clip or (draw and args.video_freq)
-    pool = Pool(draw, score, devices if drawn else [], chunk, args.reward.worker_timeout)
+    pool = Pool(draw, score, devices if drawn else [], chunk, args.worker_timeout)
     envs = make_vector_env(args)
     say(*pool.wait_ready())
     run = Run(args)
@@ -576,7 +576,7 @@ if __name__ == "__main__":
         if pictured and run.due(args.video_freq, T * N):
             frames = np.stack([states[0] for states in pictured])  # the first environment's episode
             if drawn_from == "states":
-                frames = pool.render(frames, size=max(240, args.render.render_size))
+                frames = pool.render(frames, size=max(240, args.render_size))
             run.video(frames, envs.metadata.get("render_fps", 30))
         if run.due(args.checkpoint_freq, T * N):
             run.save(saved)

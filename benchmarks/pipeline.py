@@ -45,7 +45,6 @@ import numpy as np
 import torch
 import tyro
 import training.workers
-from training.run import flags_of
 # isort: on
 
 COMMON = "--target-prompt words --clip-model local-dir:tiny_clip --render-size 64 --allow-slow"
@@ -112,9 +111,9 @@ def clip_alone(args, batches):
     """Measure CLIP alone on the first reward device -> {batch size: frames/s}."""
     from torch.utils.benchmark import Timer
 
-    device, size, speeds = args.reward.devices()[0], args.render.render_size, {}
-    names = {"reward": clip_reward.make_clip_reward(args.reward, device)}
-    for batch in batches or (args.reward.clip_batch_size,):
+    device, size, speeds = args.devices()[0], args.render_size, {}
+    names = {"reward": clip_reward.make_clip_reward(args, device)}
+    for batch in batches or (args.clip_batch_size,):
         shape = (batch, size, size, 3)
         names["frames"] = torch.randint(256, shape, dtype=torch.uint8, device=device)
         timer = Timer("reward(frames)", globals=names, num_threads=torch.get_num_threads())
@@ -145,9 +144,9 @@ def draw_alone(script, args, frames_per_worker=800):
     env.action_space.seed(0)
     env.reset(seed=0)
     states = [env.step(env.action_space.sample())[4]["states"] for _ in range(100)]
-    devices, make_renderer = args.reward.devices(), functools.partial(script.make_renderer, args)
+    devices, make_renderer = args.devices(), functools.partial(script.make_renderer, args)
     states = np.resize(states, (frames_per_worker * len(devices), len(states[0])))
-    return pool_alone(make_renderer, Sleeper, devices, args.reward.clip_batch_size, states)
+    return pool_alone(make_renderer, Sleeper, devices, args.clip_batch_size, states)
 
 
 def whole_run(command, args, rollouts):
@@ -187,9 +186,9 @@ def main():
         defaults += " --gradient-steps 1 --reward-devices cpu"
     flags = [*defaults.split(), *flags]
     args = tyro.cli(script.Args, args=flags, config=(tyro.conf.OmitArgPrefixes,))
-    command, devices = [sys.executable, script.__file__, *flags], args.reward.devices()
-    result = {"machine": machine(devices[0]), "args": flags_of(args)}
-    print(f"{args.env_id}, {args.reward.clip_model}, {args.render.render_size} px")
+    command, devices = [sys.executable, script.__file__, *flags], args.devices()
+    result = {"machine": machine(devices[0]), "args": vars(args)}
+    print(f"{args.env_id}, {args.clip_model}, {args.render_size} px")
     print(result["machine"])
 
     def keep(**more):
@@ -198,7 +197,7 @@ def main():
             own.json.write_text(json.dumps(result, indent=2, default=str))
 
     if own.scorer_ms:
-        sleep, chunk = functools.partial(Sleeper, ms=own.scorer_ms), args.reward.clip_batch_size
+        sleep, chunk = functools.partial(Sleeper, ms=own.scorer_ms), args.clip_batch_size
         alone = pool_alone(Blank, sleep, ["cpu"], chunk, np.zeros((50 * chunk, 47)))
         command[1:1] = "-c", f"from benchmarks import pipeline as p; p.run_asleep({own.scorer_ms})"
         stages = whole_run(command, args, own.rollouts)

@@ -4,7 +4,7 @@ import itertools
 import os
 import shlex
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from evaluation.datasets import results_folder, two_classes, write_csv
 from evaluation.metrics import auc, epic_distance, interval, pearson
 from evaluation.rewards import check_distinct, count_parameters, score
 from evaluation.runs import make_scorer, script_of
-from training.run import flags_of, say
+from training.run import say
 
 
 def compare(data, rows, truth, models, goals, alphas, camera_sets, resamples):
@@ -29,7 +29,7 @@ def compare(data, rows, truth, models, goals, alphas, camera_sets, resamples):
             good. Intervals are bootstrapped over episodes.
         models: [RewardArgs]; goals and alphas as in `score`; camera_sets: [(number of view, ..)].
     """
-    azimuths, good = data.args.render.camera_azimuth, truth > truth.mean()
+    azimuths, good = data.args.camera_azimuth, truth > truth.mean()
     table, kinds = [], {"auc": (auc, good), "epic": (epic_distance, truth)}
     for model in models:
         scores = score(model, goals, alphas, data.args, data.states[rows])  # [K, V, goals, alphas]
@@ -64,7 +64,7 @@ def save_table(path, table, **about):
 
 def words_for(data, task):
     """Return (target prompts, baseline prompts) of a task, or else of a dataset."""
-    said = task.prompts if task and task.target_prompt else vars(data.args.reward)
+    said = task.prompts if task and task.target_prompt else vars(data.args)
     return tuple(said["target_prompt"]), tuple(said["baseline_prompt"])
 
 
@@ -72,7 +72,7 @@ def epic(data, task, labels, reward):
     """Compare the models of `reward` (Rewards) by the labels of a dataset: table and figures."""
     rows, truth = two_classes(labels, data, task)
     models, good = reward.models(*words_for(data, task)), truth > truth.mean()
-    goal, cameras = models[0].target_prompt, [tuple(range(data.args.render.views))]
+    goal, cameras = models[0].target_prompt, [tuple(range(data.args.views))]
     words = f'"{", ".join(goal + models[0].target_image)}", {len(rows)} states'
     say(f"{words}, labels: {labels}, above their mean: {100 * good.mean():.1f} %")
     table = compare(data, rows, truth, models, [goal], reward.reward_alpha, cameras, 1000)
@@ -89,7 +89,7 @@ def epic(data, task, labels, reward):
 def prompts(data, task, labels, reward, out):
     """Compare the models, prompts and alphas of `reward` (Prompts) and the cameras of a dataset by
     its labels: table, contact sheet, and the command that trains with the best."""
-    azimuths, views = data.args.render.camera_azimuth, data.args.render.views
+    azimuths, views = data.args.camera_azimuth, data.args.views
     targets, baselines = words_for(data, task)
     targets = reward.target_prompt or (*targets, *task.paraphrases)
     check_distinct(target_prompt=targets, camera_azimuth=azimuths or ("its own",))
@@ -105,7 +105,7 @@ def prompts(data, task, labels, reward, out):
     say_table(table[:20], columns, "{camera_azimuth:11}  {prompt}, {model}")
     save_table(out / "prompts.csv", table)
     seen = tuple(map(float, best["camera_azimuth"].split()))
-    data.args.render = replace(data.args.render, camera_azimuth=seen)
+    data.args = replace(data.args, camera_azimuth=seen)
     order = np.argsort(-best["rewards"], kind="stable")
     chosen = [order, order[~good[order]], order[good[order]][::-1]]
     shown = np.concatenate([np.resize(part[:10], 10) for part in chosen])
@@ -123,8 +123,10 @@ def training_command(args, best, baselines, reward):
     """Return the command line that trains on the best row, drawn as a script does with `args`."""
     wanted = {"env_id": args.env_id, "target_prompt": best["prompt"], "baseline_prompt": baselines}
     wanted |= {"reward_alpha": best["reward_alpha"], "clip_model": best["model"]}
-    wanted |= {"clip_precision": reward.clip_precision} | vars(args.render)
-    default = flags_of(type(args)(env_id=args.env_id)) | {"env_id": None}
+    pictures = [flag.name for flag in fields(egl_render.RenderArgs)]
+    wanted |= {name: getattr(args, name) for name in pictures}
+    wanted["clip_precision"] = reward.clip_precision
+    default = vars(type(args)(env_id=args.env_id)) | {"env_id": None}
     words = ["python", os.path.relpath(script_of(args).__file__)]
     for name, value in wanted.items():
         flag = name.replace("_", "-")
@@ -156,8 +158,7 @@ def landscape(reward, points, render_size, out):
         states = np.zeros((points, classic.CLASSIC_STATE_SIZES[env_id]))
         states[:, index] = values
         good = task.judge(states)
-        render = egl_render.RenderArgs(render_size=render_size, textured=textured)
-        args = dqn.Args(env_id=env_id, render=render)
+        args = dqn.Args(env_id=env_id, render_size=render_size, textured=textured)
         for model in reward.models(*task.prompts.values()):
             title = f"{figures.short(model.clip_model)}: {env_id}, {look}"
             scores = score(model, [model.target_prompt], reward.reward_alpha, args, states)[:, 0, 0]

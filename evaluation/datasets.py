@@ -17,7 +17,7 @@ from clip_reward import UsageError, first_line
 from environments.classic import CLASSIC_STATE_SIZES
 from environments.judges import THRESHOLD, task_for
 from evaluation.runs import Own, args_of, rollout, script_of
-from training.run import flags_of, write
+from training.run import write
 
 COLUMNS = {  # and numpy's kind of each
     **{"states": "f", "episode": "i", "step": "i", "checkpoint_step": "i"},
@@ -72,7 +72,7 @@ class Dataset:
 def save_dataset(dataset, path):
     """Write the .npz of a dataset."""
     columns = {name: getattr(dataset, name) for name in COLUMNS}
-    saved = {"script": script_of(dataset.args).__file__, "flags": flags_of(dataset.args)}
+    saved = {"script": script_of(dataset.args).__file__, "flags": vars(dataset.args)}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, arguments=json.dumps(dataset.made | saved, default=str), **columns)
 

@@ -49,7 +49,7 @@ class Rewards(clip_reward.RewardArgs):
         values["baseline_prompt"] = self.baseline_prompt or tuple(baseline_prompt)
         models = [clip_reward.RewardArgs(**values | {"clip_model": x}) for x in self.clip_model]
         for model in models:
-            model.check()
+            model.check_reward()
         return models
 
 
@@ -92,7 +92,7 @@ def score(model: clip_reward.RewardArgs, goals, alphas, args, states):
     longer to start."""
     make_renderer = functools.partial(script_of(args).make_renderer, args)
     make_reward = functools.partial(Variants, args=model, goals=goals, alphas=alphas)
-    size, devices = max(1, model.clip_batch_size // args.render.views), model.devices()
+    size, devices = max(1, model.clip_batch_size // args.views), model.devices()
     if len(states) <= 2000 and not model.reward_devices:
         scorer, once = clip_reward.Scorer(make_renderer, make_reward, devices[0]), size
 

@@ -17,7 +17,7 @@ import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError, first_line
 from environments import judges
 from environments.classic import CLASSIC_STATE_SIZES
-from training.run import checkpoints, flags_of, from_flags, load_checkpoint, saved_flags
+from training.run import checkpoints, load_checkpoint, saved_flags
 
 SCRIPTS = {script.__name__: script for script in (sac, dqn)}
 
@@ -63,10 +63,10 @@ def args_of(saved, where, own):
     script does not have or that has no states, and code that `own` does not name."""
     flags = dict(saved)
     script = find_script(str(flags.pop("script", "")), own, where)
-    if foreign := ", ".join(flags.keys() - flags_of(script.Args()).keys()):
+    if foreign := ", ".join(flags.keys() - vars(script.Args()).keys()):
         raise UsageError(f"{where} is of another script or version: it has {foreign}")
     try:
-        args = from_flags(script.Args, flags)
+        args = script.Args(**flags)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{where} is damaged: {' '.join(str(error).split())}") from error
     if ":" in args.env_id and args.env_id != own.env_id:
@@ -94,14 +94,14 @@ def task_of(spec, args, where):
     Raises UsageError for code that only `where` names."""
     if not spec and ":" in (args.judge or ""):
         raise UsageError(f"{where}: its judge is code; to run it, type --judge {args.judge}")
-    return judges.find_task(spec or args.judge, args.env_id, args.reward.target_prompt)
+    return judges.find_task(spec or args.judge, args.env_id, args.target_prompt)
 
 
 def make_scorer(args, cameras=None):
     """Make a Scorer that draws states as a script does with `args`, seen by the first `cameras`
     cameras or by all."""
-    render = replace(args.render, camera_azimuth=args.render.camera_azimuth[:cameras])
-    make_renderer = functools.partial(script_of(args).make_renderer, replace(args, render=render))
+    args = replace(args, camera_azimuth=args.camera_azimuth[:cameras])
+    make_renderer = functools.partial(script_of(args).make_renderer, args)
     return Scorer(make_renderer, None)
 
 

@@ -17,7 +17,6 @@ from helpers import ROOT, TINY, run
 import dqn_clip_classic
 import eval_epic
 import sac_clip_humanoid
-from training.run import flags_of
 
 SAC, DQN, EVAL = sac_clip_humanoid.__file__, dqn_clip_classic.__file__, eval_epic.__file__
 GOOD = {
@@ -230,7 +229,7 @@ def places(tmp_path_factory):
     (top / "judges.py").write_text(JUDGES)
     (run_dir / "checkpoints").mkdir(parents=True)
     args = dqn_clip_classic.Args(episode_length=20)
-    (run_dir / "args.json").write_text(json.dumps({"script": DQN} | flags_of(args)))
+    (run_dir / "args.json").write_text(json.dumps({"script": DQN} | vars(args)))
     columns = eval_epic.datasets.uniform_columns("CartPole-v1", 50, 0)
     data = eval_epic.datasets.Dataset(dqn_clip_classic.Args(), {"source": "uniform"}, **columns)
     eval_epic.datasets.save_dataset(data, top / "data.npz")

@@ -128,7 +128,7 @@ def test_pictures_as_goals_count_as_sentences_do(tiny, frames, tmp_path):
     (tmp_path / "text.png").write_text("not a picture")
     for path in (tmp_path / "text.png", tmp_path / "none.png", tmp_path):
         with pytest.raises(UsageError, match=f"^{path} cannot be read as a picture: .+"):
-            RewardArgs(target_image=(str(path),), clip_model=TINY).check()
+            RewardArgs(target_image=(str(path),), clip_model=TINY).check_reward()
 
 
 def test_a_picture_is_read_as_a_viewer_shows_it(frames, tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_picture_is_read_as_a_viewer_shows_it(frames, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = RewardArgs(target_image=("plain.png",), clip_model=TINY)
     monkeypatch.chdir("/")
-    args.check()
+    args.check_reward()
 
 
 def test_a_second_reward_of_the_same_clip_and_workers_without_words(tiny, frames):
@@ -372,21 +372,21 @@ def downloads(monkeypatch):
 def test_a_large_model_without_a_gpu_is_refused_before_any_download(name, downloads):
     args = RewardArgs(target_prompt=("words",), clip_model=name)
     with pytest.raises(UsageError) as error:
-        args.check()
+        args.check_reward()
     first, second = str(error.value).splitlines()
     assert name in first and "GPU" in first and not downloads
     assert "--clip-model local-dir:tiny_clip" in second and "--allow-slow" in second
     with pytest.raises(UsageError, match="needs a CUDA GPU"):  # as an actor of Ray
         clip_reward.make_clip_reward(args, "cpu")
     downloads.cuda = ["cuda:0"]
-    args.check()
+    args.check_reward()
     assert downloads == [name]
     args.reward_devices = ("cuda:0", "cpu")
     with pytest.raises(UsageError, match="needs a CUDA GPU"):
-        args.check()
+        args.check_reward()
     args.allow_slow = True
-    args.check()
-    RewardArgs(target_prompt=("words",), clip_model=TINY, reward_devices=("cpu",)).check()
+    args.check_reward()
+    RewardArgs(target_prompt=("words",), clip_model=TINY, reward_devices=("cpu",)).check_reward()
     assert downloads == [name, name, TINY]
 
 
@@ -414,9 +414,9 @@ def test_cards_whose_driver_does_not_start_are_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", init)
     clip_reward.cuda_devices.cache_clear()
     with pytest.raises(UsageError, match="^2 .*driver version is insuf.*--reward-devices cpu") as e:
-        RewardArgs(target_prompt=("words",), clip_model=TINY).check()
+        RewardArgs(target_prompt=("words",), clip_model=TINY).check_reward()
     assert "\n" not in str(e.value)
-    RewardArgs(target_prompt=("words",), clip_model=TINY, reward_devices=("cpu",)).check()
+    RewardArgs(target_prompt=("words",), clip_model=TINY, reward_devices=("cpu",)).check_reward()
     clip_reward.cuda_devices.cache_clear()
 
 
@@ -442,13 +442,13 @@ def test_a_scorer_draws_and_scores():
 
 def test_several_views_are_drawn_side_by_side():
     args = sac.Args()
-    args.render.camera_azimuth = (180.0, 90.0)
+    args.camera_azimuth = (180.0, 90.0)
     scorer = Scorer(functools.partial(sac.make_renderer, args), None)
     states = helpers.humanoid_states(2)
     both = scorer.render(states, size=32)
     scorer.close()
-    for view, azimuth in enumerate(args.render.camera_azimuth):
-        args.render.camera_azimuth = (azimuth,)
+    for view, azimuth in enumerate(args.camera_azimuth):
+        args.camera_azimuth = (azimuth,)
         renderer = sac.make_renderer(args, size=32)
         np.testing.assert_array_equal(both[:, :, 32 * view :][:, :, :32], renderer.render(states))
         renderer.close()

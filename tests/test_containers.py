@@ -22,7 +22,7 @@ from helpers import ROOT
 
 import clip_reward
 import sac_clip_humanoid as sac
-from training.run import flags_of, parse_args
+from training.run import parse_args
 
 FILES = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / "kube").glob("*.yaml")}
 JOB, RAY, VOLUME = (FILES[name] for name in ("job.yaml", "rayjob.yaml", "volume.yaml"))
@@ -100,14 +100,14 @@ def test_the_script_takes_the_command_and_resumes(command, tmp_path, monkeypatch
     monkeypatch.setattr(clip_reward, "cuda_devices", lambda: ["cuda:0"])
     args = parse_args(sac.Args, "")
     sac.check_args(args)
-    assert args.reward.target_prompt == ("a humanoid robot kneeling",) and args.resume is None
+    assert args.target_prompt == ("a humanoid robot kneeling",) and args.resume is None
     if command is not CONTAINERS[0]["command"]:
-        assert args.reward.reward_devices == (f"ray:{WORKERS['maxReplicas']}",)
+        assert args.reward_devices == (f"ray:{WORKERS['maxReplicas']}",)
         assert "\n" not in RAY["spec"]["entrypoint"], "the submitter's shell would end it there"
     folder = tmp_path / "runs/run"  # as a first attempt leaves it
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints/step_8.pt").touch()
-    (folder / "args.json").write_text(json.dumps(flags_of(args)))
+    (folder / "args.json").write_text(json.dumps(vars(args)))
     assert parse_args(sac.Args, "").resume == str(folder)
 
 

@@ -20,6 +20,7 @@ SMALL = [
 # ------------------------------------------------------------------------------ tasks
 
 
+@pytest.mark.slow
 def test_mountain_car_with_textures(tmp_path):
     """Scores the stored states itself, as pictures of the landscape."""
     target, baseline = "a car at the peak of the mountain", "a car in the mountain"

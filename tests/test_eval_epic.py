@@ -25,7 +25,6 @@ from PIL import Image
 
 import clip_reward
 import dqn_clip_classic as dqn
-import egl_render
 import eval_epic
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
@@ -35,7 +34,6 @@ from evaluation import datasets, figures, rewards
 from evaluation import runs as played
 from evaluation.metrics import auc, epic_distance, interval
 from tiny_clip.data import facing_columns
-from training.run import flags_of
 
 epic_interval = functools.partial(interval, epic_distance)
 MODEL = eval_epic.Rewards(clip_model=(TINY,), reward_alpha=(0.0,))
@@ -171,17 +169,15 @@ def test_the_bootstrap_interval_covers_and_knows_that_states_of_an_episode_are_a
 
 def make_args(script, size=32, textured=True, **settings):
     """A script's Args, which draw small pictures."""
-    render = egl_render.RenderArgs(render_size=size, textured=textured)
-    reward = {k: settings.pop(k) for k in ("reward", "target_prompt") if k in settings}
-    reward = clip_reward.RewardArgs(clip_model=TINY, **reward)
-    return script.Args(reward=reward, render=render, **settings)
+    look = {"clip_model": TINY, "render_size": size, "textured": textured}
+    return script.Args(**look, **settings)
 
 
 def save_flags(folder, args, **changes):
     """A run folder with nothing but args.json, in which some flags are changed."""
     folder.mkdir(parents=True, exist_ok=True)
     script = sys.modules[type(args).__module__].__file__
-    flags = {"script": script} | flags_of(args) | changes
+    flags = {"script": script} | vars(args) | changes
     (folder / "args.json").write_text(json.dumps(flags))
     return folder
 
@@ -294,9 +290,10 @@ def test_a_dataset_of_a_run_holds_what_was_played(runs, data):
 def test_what_is_not_said_about_pictures_is_as_the_run_had_it(runs, tmp_path):
     look = eval_epic.Pictures(camera_azimuth=(145.0,), camera_lookat=(0.0, 0.0, 0.8))
     words = {"run": runs["humanoid"], "episodes": 1, "checkpoints": ("best",), "render": look}
-    render = datasets.load_dataset(collect("run", tmp_path / "d.npz", **words)).args.render
+    args = datasets.load_dataset(collect("run", tmp_path / "d.npz", **words)).args
     seen = {"camera_azimuth": (145.0,), "camera_lookat": (0.0, 0.0, 0.8)}
-    assert render == egl_render.RenderArgs(render_size=32, textured=False, **seen)
+    wanted = seen | {"render_size": 32, "textured": False, "camera_distance": None}
+    assert wanted.items() <= vars(args).items()
 
 
 def test_a_goal_that_absorbs_is_a_success_of_the_dataset(data):
@@ -581,7 +578,7 @@ def test_the_page_of_a_run_says_what_it_is_and_escapes_names(runs, tmp_path, com
 
     run = tmp_path / 'a "run" <b>&c'
     args = make_args(sac, target_prompt=("<script>alert(1)</script>",), total_timesteps=300)
-    args.reward.target_image = (str(tmp_path / "<i>goal.png"),)
+    args.target_image = (str(tmp_path / "<i>goal.png"),)
     save_flags(run, args, judge="kneeling", script=f"{tmp_path}/<u>.py")
     writer = SummaryWriter(run)
     for step in (100, 200, 300):
@@ -598,7 +595,7 @@ def test_the_page_of_a_run_says_what_it_is_and_escapes_names(runs, tmp_path, com
     assert f"wrote {run}/index.html" in command("page", "--run", run).out
     text = (run / "index.html").read_text()
     for tag in ("<script", "<b>&c", "<i>", "<u>", "<s>"):
-        assert tag not in text.replace(f"<b>{html.escape(args.reward.target_prompt[0])}", "")
+        assert tag not in text.replace(f"<b>{html.escape(args.target_prompt[0])}", "")
     assert "300 of 300 steps" in text and "clip_reward 0.25" in text
     assert "While training: step 300" in text and "Judged: 50 % of 8 episodes" in text
     assert html.escape(shlex.join(["--resume", str(run), "--total-timesteps", "600"])) in text
@@ -657,7 +654,7 @@ def test_a_script_that_only_a_file_names_is_not_run(runs, evil, tmp_path):
     acts += [eval_epic.Success(run=run), eval_epic.Success(run=runs["good"], compare=run)]
     columns = datasets.uniform_columns("CartPole-v1", 20, 0)
     made = tmp_path / "data.npz"
-    arguments = json.dumps({"source": "uniform", "script": str(path), "flags": flags_of(args)})
+    arguments = json.dumps({"source": "uniform", "script": str(path), "flags": vars(args)})
     held = vars(datasets.Dataset(args, {}, **columns))
     np.savez(made, arguments=arguments, **{name: held[name] for name in datasets.COLUMNS})
     for act in (*on_dataset(made), *acts):
@@ -922,8 +919,7 @@ def test_prompts_compares_every_combination(tmp_path, capsys, monkeypatch):
     row = next(r for r in rows if r["camera_azimuth"] == "180 90" and r["reward_alpha"] == "1.0")
     states = facing_columns(6)["states"]
     good = judges.TASKS["kneeling"].judge(states)
-    args = sac.Args()
-    args.render = egl_render.RenderArgs(render_size=64, camera_azimuth=(180.0, 90.0))
+    args = sac.Args(render_size=64, camera_azimuth=(180.0, 90.0))
     goal = (row["prompt"],), ("a humanoid robot",), 1.0
     model = clip_reward.CLIPReward(clip_reward.load_clip(TINY), *goal)
     renderer = sac.make_renderer(args)
@@ -934,9 +930,9 @@ def test_prompts_compares_every_combination(tmp_path, capsys, monkeypatch):
     assert Image.open(out / "states.png").size[0] > 500
     # the command at the end is of the first row
     args = typed(capsys.readouterr().out.splitlines()[-1])
-    assert args.reward.target_prompt == ("a humanoid robot kneeling",)
-    assert args.reward.reward_alpha == float(rows[0]["reward_alpha"])
-    assert args.render.camera_azimuth == tuple(map(float, rows[0]["camera_azimuth"].split()))
+    assert args.target_prompt == ("a humanoid robot kneeling",)
+    assert args.reward_alpha == float(rows[0]["reward_alpha"])
+    assert args.camera_azimuth == tuple(map(float, rows[0]["camera_azimuth"].split()))
 
 
 def test_the_command_of_prompts_trains_what_was_measured(tmp_path, capsys, monkeypatch):
@@ -950,8 +946,8 @@ def test_the_command_of_prompts_trains_what_was_measured(tmp_path, capsys, monke
     assert row["camera_azimuth"] == "-120"
     args = typed(capsys.readouterr().out.splitlines()[-1])
     expected = reward | {"reward_alpha": 0.25, "clip_model": TINY}
-    assert args.reward == clip_reward.RewardArgs(**expected)
-    assert args.render == egl_render.RenderArgs(render_size=64, camera_azimuth=(-120.0,), **seen)
+    expected |= seen | {"render_size": 64, "camera_azimuth": (-120.0,)}
+    assert args == sac.Args(exp_name=args.exp_name, **expected)
     assert args.env_id == "Humanoid-v5"
 
 
@@ -975,8 +971,7 @@ def test_prompts_of_a_classic_task_has_no_cameras(tmp_path, capsys, monkeypatch)
 def test_prompts_on_states_of_ones_own_task(tmp_path, capsys, monkeypatch):
     """Labelled by a function of one's own, drawn and named as the dataset's run had it."""
     monkeypatch.chdir(ROOT)
-    args = sac.Args(env_id="Reacher-v5")
-    args.render = egl_render.RenderArgs(render_size=64, camera_azimuth=(90.0, 30.0))
+    args = sac.Args(env_id="Reacher-v5", render_size=64, camera_azimuth=(90.0, 30.0))
     states = np.random.default_rng(0).uniform(-1.5, 1.5, (40, 8))
     path = tmp_path / "reach.npz"
     datasets.save_dataset(datasets.Dataset(args, {}, states, np.arange(40) // 4), path)

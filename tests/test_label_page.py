@@ -20,7 +20,6 @@ from conftest import PATIENCE
 from PIL import Image
 
 import dqn_clip_classic as dqn
-import egl_render
 import eval_epic
 from clip_reward import RunError, UsageError
 from environments import judges
@@ -33,7 +32,7 @@ def save(path, source, **columns):
     """24 CartPole states: [0, 12) fail the judge's rule, [12, 24) pass."""
     states = np.zeros((24, 4))
     states[:, 2] = np.concatenate([np.linspace(0.5, 3, 12), np.linspace(-0.2, 0.2, 12)])
-    args = dqn.Args(render=egl_render.RenderArgs(render_size=48))
+    args = dqn.Args(render_size=48)
     datasets.save_dataset(datasets.Dataset(args, {"source": source}, states, **columns), path)
     return path
 
@@ -404,6 +403,7 @@ def test_ten_frames_are_labelled_by_key_in_a_browser(browser, frames, tmp_path):
     assert not [entry["message"] for entry in log if entry["level"] == "SEVERE"]
 
 
+@pytest.mark.slow
 def test_an_episode_is_a_clip_in_the_browser(browser, episodes, tmp_path):
     path = tmp_path / "labels.csv"
     with Server(tmp_path, episodes, "--unit", "episode", "--labels", path) as server:

@@ -71,6 +71,7 @@ def test_a_trained_copy_is_judged_if_it_is_named(trained, tmp_path):
     assert re.fullmatch(rf"error: .*--script \S*{script.name}.*\n", said), said
 
 
+@pytest.mark.slow
 def test_a_robot_of_ones_own_is_nearest_to_the_picture_of_its_goal(tmp_path):
     import new_mujoco_task as lamp
 
@@ -115,6 +116,7 @@ def test_another_reward_is_computed_by_a_scorer():
     np.testing.assert_allclose(reward(frames.astype(np.uint8)), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_stable_baselines_learns_from_the_rewards_of_its_own_transitions():
     import sb3_clip_reward as example
 

@@ -21,8 +21,6 @@ from training.workers import Pool
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 from ray.cluster_utils import Cluster
 
-from training.run import from_flags
-
 
 @contextlib.contextmanager
 def two_nodes():
@@ -115,6 +113,7 @@ def test_actors_that_the_cluster_has_no_room_for_end_no_run(cluster, tmp_path, m
         assert score(pool, 60) and score(pool, 60) and pool.lost == 0
 
 
+@pytest.mark.slow
 def test_a_node_may_go_and_another_come(tmp_path):
     """No rollout is lost, and `ray` means as many workers as the cluster has now."""
     with two_nodes() as cluster, slow_pool(["ray"], tmp_path) as pool:
@@ -144,6 +143,7 @@ def actor_at_work():
     return int(found[0])
 
 
+@pytest.mark.slow
 def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, tmp_path):
     flags = [sac.__file__, "--target-prompt", helpers.KNEELING, "--clip-model", helpers.TINY]
     flags += ["--num-envs", 2, "--episode-length", 12, "--render-size", 64, "--hidden-size", 32]
@@ -167,9 +167,9 @@ def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, 
 
 def test_actors_score_and_draw_as_processes_do_to_the_bit(cluster):
     flags = {"target_prompt": (helpers.KNEELING,), "clip_model": helpers.TINY, "render_size": 64}
-    args = from_flags(sac.Args, flags)
+    args = sac.Args(**flags)
     make_renderer = functools.partial(sac.make_renderer, args)
-    make_reward = functools.partial(clip_reward.make_clip_reward, args.reward)
+    make_reward = functools.partial(clip_reward.make_clip_reward, args)
     states, rewards, frames = helpers.humanoid_states(40), [], []
     for devices in ["cpu"], ["ray"]:
         pool = Pool(make_renderer, make_reward, devices, 8)

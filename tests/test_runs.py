@@ -1,6 +1,5 @@
 """What both scripts promise, as a user meets it: a run's folder, resuming, copies of a script."""
 
-import dataclasses
 import json
 import math
 import os
@@ -23,10 +22,9 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 import clip_reward
 import dqn_clip_classic as dqn
-import egl_render
 import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError
-from training.run import flags_of, from_flags, latest_run, load_args, parse_args
+from training.run import latest_run, load_args, parse_args
 
 UPRIGHT = "pole vertically upright on top of the cart"
 SMALL = [
@@ -111,7 +109,7 @@ def test_tensorboard_begins_with_what_matters_and_knows_the_flags(finished):
     (text,) = events.Tensors("hyperparameters/text_summary")
     rows = text.tensor_proto.string_val[0].decode().splitlines()
     assert "|seed|1|" in rows and "|render_size|64|" in rows
-    assert len(rows) == 2 + len(flags_of(script.Args()))
+    assert len(rows) == 2 + len(vars(script.Args()))
 
 
 def test_every_reward_is_that_of_its_own_next_state(finished):
@@ -141,7 +139,7 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
     args = load_args(folder, script.Args)
     scorer = Scorer(
         lambda device: script.make_renderer(args),
-        lambda device: clip_reward.make_clip_reward(args.reward, device),
+        lambda device: clip_reward.make_clip_reward(args, device),
     )
     expected, *_ = scorer.score(np.stack(states))
     scorer.close()
@@ -248,7 +246,7 @@ def test_the_environments_own_reward_needs_no_prompt_and_no_gl(script, tmp_path)
 @BOTH
 def test_help_lists_every_flag_and_examples_on_lines_of_their_own(script):
     text = run(script.__file__, "--help", COLUMNS="120").stdout
-    names = {"--" + name.replace("_", "-") for name in flags_of(script.Args())}
+    names = {"--" + name.replace("_", "-") for name in vars(script.Args())}
     listed = set(re.findall(r"^[ │|]*(--[a-z-]+)", text, re.MULTILINE))
     assert names <= listed
     if script is sac:
@@ -380,10 +378,10 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
         return parse_args(script.Args, "")
 
     folder, (other,) = str(tmp_path), {sac, dqn} - {script}
-    flags = flags_of(from_flags(script.Args, PROMPT | dict(hidden_size=32)))
+    flags = vars(script.Args(**PROMPT, hidden_size=32))
     contents = [
         (None, "not the folder of a run"),
-        (json.dumps(flags_of(other.Args())), "another script"),
+        (json.dumps(vars(other.Args())), "another script"),
         ("", "args.json is damaged"),
         ("{", "args.json is damaged"),
         ("[1]", "args.json is damaged"),
@@ -403,19 +401,8 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="--target-prompt was"):
         parse(folder, "--target-prompt", "something else")
     args = parse(folder, "--total-timesteps", "200", "--reward-devices", "cpu", "cpu")
-    assert args.total_timesteps == 200 and args.reward.reward_devices == ("cpu", "cpu")
-    assert args.hidden_size == 32 and args.reward.target_prompt == ("a thing",)
+    assert args.total_timesteps == 200 and args.reward_devices == ("cpu", "cpu")
+    assert args.hidden_size == 32 and args.target_prompt == ("a thing",)
     del flags["render_size"]  # as in runs older than a flag
     (tmp_path / "args.json").write_text(json.dumps(flags))
-    assert parse(folder).render.render_size == 480
-
-
-def test_flags_are_nested_here_and_flat_in_a_file():
-    for script in (sac, dqn):
-        args = from_flags(script.Args, PROMPT | dict(render_size=64, gamma=0.5))
-        assert (args.reward.clip_model, args.render.render_size, args.gamma) == (TINY, 64, 0.5)
-        assert from_flags(script.Args, flags_of(args)) == args
-        own = {field.name for field in dataclasses.fields(script.Args)} - {"reward", "render"}
-        groups = (clip_reward.RewardArgs, egl_render.RenderArgs)
-        names = own.union(*({field.name for field in dataclasses.fields(kind)} for kind in groups))
-        assert flags_of(args).keys() == names
+    assert parse(folder).render_size == 480

@@ -13,9 +13,8 @@ from PIL import Image
 import clip_reward
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
-from egl_render import RenderArgs
 from environments import classic, judges
-from training.run import from_flags, load_args
+from training.run import load_args
 
 SMALL = [
     *("--num-envs", 2, "--episode-length", 12, "--render-size", 64, "--hidden-size", 32),
@@ -51,7 +50,7 @@ def test_observations_of_several_parts_are_flattened():
             return {"now": observation, "again": observation}
 
     gym.register("Parts-v0", lambda **_: Parts())
-    args = from_flags(sac.Args, dict(env_id="Parts-v0", reward="ground-truth", video_freq=0))
+    args = sac.Args(env_id="Parts-v0", reward="ground-truth", video_freq=0)
     assert sac.describe_env("Parts-v0") is None, "only its own render() can draw it"
     env = sac.make_env(args)()
     observation, _ = env.reset(seed=1)
@@ -83,8 +82,8 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
     env = sac.make_env(args)()
     env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
     states = np.stack([env.step(action)[4]["states"] for action in actions[:, 0]])
-    reward, expected = clip_reward.make_clip_reward(args.reward, "cpu"), []
-    for again in (args, from_flags(sac.Args, {"env_id": args.env_id, "render_size": 64})):
+    reward, expected = clip_reward.make_clip_reward(args, "cpu"), []
+    for again in (args, sac.Args(env_id=args.env_id, render_size=64)):
         renderer = sac.make_renderer(again)
         expected.append(reward(renderer.render(states)).numpy())
         renderer.close()
@@ -102,15 +101,15 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
     views = ["--camera-azimuth", 150, 210, "--total-timesteps", 24]
     folder = learn(tmp_path / "runs", *goal, *views)
     args = load_args(folder, sac.Args)
-    assert args.reward.target_prompt == () and args.render.camera_azimuth == (150, 210)
+    assert args.target_prompt == () and args.camera_azimuth == (150, 210)
     _, actions, rewards = (ring[0].numpy() for ring in rings(folder))
     env = sac.make_env(args)()
     env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
     states = np.stack([env.step(0.4 * action)[4]["states"] for action in actions[:, 0]])
-    reward, each = clip_reward.make_clip_reward(args.reward, "cpu"), []
-    for azimuth in args.render.camera_azimuth:
+    reward, each = clip_reward.make_clip_reward(args, "cpu"), []
+    for azimuth in args.camera_azimuth:
         one = sac.make_renderer(
-            dataclasses.replace(args, render=RenderArgs(64, camera_azimuth=(azimuth,)))
+            dataclasses.replace(args, render_size=64, camera_azimuth=(azimuth,))
         )
         each.append(reward(one.render(states)).numpy())
         one.close()
@@ -120,6 +119,7 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
     assert imageio.mimread(video)[0].shape == (240, 480, 3), "both views, side by side"
 
 
+@pytest.mark.slow
 def test_mountain_car_from_its_state(tmp_path):
     """No OpenGL, the goal of the task as success rate, random actions that are held."""
     base = ["--env-id", sac.MOUNTAIN_CAR, "--video-freq", 24, "--episode-length", 60]
@@ -141,8 +141,8 @@ def test_mountain_car_from_its_state(tmp_path):
 
 
 def test_a_task_without_states_has_no_judge_of_states():
-    args = from_flags(sac.Args, dict(env_id="Pendulum-v1", judge="kneeling", clip_model=TINY))
-    args.reward.target_prompt = ("a pendulum",)
+    args = sac.Args(env_id="Pendulum-v1", judge="kneeling", clip_model=TINY)
+    args.target_prompt = ("a pendulum",)
     with pytest.raises(UsageError, match="--judge"):
         sac.check_args(args)
     with pytest.raises(UsageError, match="no judge"):

@@ -86,13 +86,14 @@ def finite(state):
     return not isinstance(state, torch.Tensor) or bool(state.double().isfinite().all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, kinds",
     [
         ("dqn", ["rename", "kill", "cut"]),
         ("sac", ["kill", "kill"]),
-        pytest.param("sac", ["environment", "workers", "start", "hup"], marks=pytest.mark.slow),
-        pytest.param("dqn", ["workers", "start", "full", "int"], marks=pytest.mark.slow),
+        ("sac", ["environment", "workers", "start", "hup"]),
+        ("dqn", ["workers", "start", "full", "int"]),
     ],
     ids=str,
 )

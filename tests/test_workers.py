@@ -20,7 +20,6 @@ import clip_reward
 import sac_clip_humanoid as sac
 from clip_reward import RunError, Scorer, UsageError
 from training import workers
-from training.run import from_flags
 from training.workers import Pool
 
 NAME = "reward worker on cpu"
@@ -106,9 +105,9 @@ def test_rewards_are_equal_to_the_bit_whoever_computes_them(tmp_path, monkeypatc
     flags = {"target_prompt": helpers.KNEELING, "baseline_prompt": "a humanoid robot"}
     flags = {name: (words,) for name, words in flags.items()} | {"reward_alpha": 0.3}
     flags |= {"clip_model": helpers.TINY, "render_size": 64}
-    args = from_flags(sac.Args, flags)
+    args = sac.Args(**flags)
     make_renderer = functools.partial(sac.make_renderer, args)
-    make_reward = functools.partial(clip_reward.make_clip_reward, args.reward)
+    make_reward = functools.partial(clip_reward.make_clip_reward, args)
     states = helpers.humanoid_states(45)
     states[::2, 0] += 5.0  # metres: where the floor is drawn must not depend on the picture before
     threads = torch.get_num_threads()

@@ -38,7 +38,7 @@ def states_of(run, rng):
     tenth = (10 * data.degrees(poses.describe(states.astype(np.float64)))[pose]).astype(int)
     kept = np.concatenate([np.flatnonzero(tenth == k)[:PER_DEGREE] for k in range(11)])
     _, episode = np.unique(episode[some][kept], return_inverse=True)
-    name = f"{pose}, {args.reward.reward}, {step} of {Path(run).resolve().name}"
+    name = f"{pose}, {args.reward}, {step} of {Path(run).resolve().name}"
     return states[kept], episode, name
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import fcntl
 import functools
 import json
@@ -14,7 +13,6 @@ import signal
 import sys
 import time
 import zipfile
-from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
@@ -31,11 +29,9 @@ from training.workers import STOP_SIGNALS, kill_children, warn
 
 
 @dataclass(config={"extra": "forbid"})
-class RunArgs:
-    """Flags of every run; the scripts' Args extend them."""
-
-    reward: RewardArgs = field(default_factory=RewardArgs)
-    render: egl_render.RenderArgs = field(default_factory=egl_render.RenderArgs)
+class RunArgs(egl_render.RenderArgs, RewardArgs):
+    """Flags of every run, after those of the reward and the pictures; the scripts' Args extend
+    them."""
 
     exp_name: Annotated[str, Len(1, 100)] = Path(sys.argv[0]).stem
     """name of this experiment"""
@@ -79,25 +75,6 @@ CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's pag
 }
 
 
-def flags_of(args):
-    """Flatten a dataclass with its groups of flags to {name: value}."""
-    flags = {}
-    for name, value in dataclasses.asdict(args).items():
-        flags |= value if isinstance(value, dict) else {name: value}
-    return flags
-
-
-def from_flags(kind, flags):
-    """Make the dataclass `kind` from what `flags_of` gave; what is missing gets its default."""
-    known = {}
-    for entry in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(entry.default_factory):
-            known[entry.name] = from_flags(entry.default_factory, flags)
-        elif entry.name in flags:
-            known[entry.name] = flags[entry.name]
-    return kind(**known)
-
-
 def saved_flags(run_dir):
     """Read a run's args.json: {name: value}, with "script", the file that was started. Raises
     UsageError."""
@@ -114,10 +91,10 @@ def load_args(run_dir, Args):
     """Return the Args of a run. Raises UsageError for damaged ones or another script's."""
     flags = saved_flags(run_dir)
     flags.pop("script", None)
-    if foreign := ", ".join(flags.keys() - flags_of(Args()).keys()):
+    if foreign := ", ".join(flags.keys() - vars(Args()).keys()):
         raise UsageError(f"{run_dir} is a run of another script or version: it has {foreign}")
     try:
-        return from_flags(Args, flags)
+        return Args(**flags)
     except ValueError as error:  # pydantic's
         problem = " ".join(str(error).split())
         raise UsageError(f"{run_dir}/args.json is damaged: {problem}") from error
@@ -125,7 +102,7 @@ def load_args(run_dir, Args):
 
 def changed_flags(was, now):
     """List the flags that differ between two Args though --resume may not change them."""
-    was, now = flags_of(was), flags_of(now)
+    was, now = vars(was), vars(now)
     return [name for name in was if was[name] != now[name] and name not in RESUME_MAY_CHANGE]
 
 
@@ -150,9 +127,8 @@ def parse_args(Args, description):
     sys.excepthook = excepthook
     for number in STOP_SIGNALS:
         signal.signal(number, end_now)
-    parse = functools.partial(
-        tyro.cli, Args, description=description, config=(tyro.conf.OmitArgPrefixes,)
-    )
+    # tyro prints an empty line before indented text, in addition to the text's own
+    parse = functools.partial(tyro.cli, Args, description=description.replace(":\n\n ", ":\n "))
     try:
         args = parse()
     except OSError:  # --help | head
@@ -168,7 +144,7 @@ def parse_args(Args, description):
     args = parse(default=saved)
     args.resume = resume
     for name in changed_flags(saved, args)[:1]:
-        flag, was = name.replace("_", "-"), flags_of(saved)[name]
+        flag, was = name.replace("_", "-"), vars(saved)[name]
         raise UsageError(f"--{flag} was {was!r} in the run to resume; leave it out")
     if needed := [word for word in own_code(args) if word not in given]:
         raise UsageError(f"args.json names code, which may be anybody's; to run it: {needed[-1]}")
@@ -260,13 +236,13 @@ class Run:
             self._lock()
             self.restored = self._newest_checkpoint() if args.resume else {}
             (self.folder / "checkpoints").mkdir(exist_ok=True)
-            saved = {"script": os.path.abspath(sys.argv[0])} | flags_of(args)
+            saved = {"script": os.path.abspath(sys.argv[0])} | vars(args)
             write(self.folder / "args.json", json.dumps(saved, indent=2).encode())
             if args.track:
                 self._track()
             self.step = self.first_step = self.restored.get("global_step", 0)
             self.writer = SummaryWriter(self.folder, purge_step=self.step + 1)
-            rows = "\n".join(f"|{name}|{value}|" for name, value in flags_of(args).items())
+            rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
             self.writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{rows}")
             panels = {title: ["Multiline", tags] for title, tags in CURVES.items()}
             self.writer.add_custom_scalars({"the run": panels})
@@ -312,7 +288,7 @@ class Run:
 
         names = {"name": self.folder.name, "id": self.folder.name, "dir": self.folder}
         # "allow": a resumed run continues its curve
-        wandb.init(sync_tensorboard=True, config=flags_of(self.args), resume="allow", **names)
+        wandb.init(sync_tensorboard=True, config=vars(self.args), resume="allow", **names)
 
     def restore(self, parts):
         """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint.
