@@ -342,10 +342,10 @@ class CLIPReward(nn.Module):
 
     Args:
         clip: LoadedCLIP. It is not changed and can serve other rewards.
-        target_prompts, baseline_prompts: lists of str; several are averaged (mean of the unit-norm
-            embeddings, not renormalised). The baseline may be empty if alpha is 0.
+        target_prompts, baseline_prompts: a str, or several, which are averaged (mean of the
+            unit-norm embeddings, not renormalised). The baseline may be empty if alpha is 0.
         alpha: regularisation strength in [0, 1]; an attribute that may be changed.
-        target_images: picture files, averaged with the target prompts.
+        target_images: a picture's file, or several; averaged with the target prompts.
     Raises:
         UsageError: as `check_prompts`, or if both prompts mean the same to the model.
     """
@@ -357,12 +357,16 @@ class CLIPReward(nn.Module):
     def __init__(
         self,
         clip: LoadedCLIP,
-        target_prompts: Sequence[str] = (),
-        baseline_prompts: Sequence[str] = (),
+        target_prompts: str | Sequence[str] = (),
+        baseline_prompts: str | Sequence[str] = (),
         alpha: float = 0.0,
-        target_images: Sequence[str] = (),
+        target_images: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
+        goals = target_prompts, baseline_prompts, target_images
+        target_prompts, baseline_prompts, target_images = (
+            [goal] if isinstance(goal, str) else goal for goal in goals
+        )
         check_prompts([*target_prompts, *target_images], baseline_prompts, alpha)
         check_lengths(clip.tokenizer, [*target_prompts, *baseline_prompts])
         self.model, self.preprocess = clip.model, clip.preprocess
@@ -373,8 +377,8 @@ class CLIPReward(nn.Module):
             texts = clip.model.encode_text(clip.tokenizer(list(prompts))).float()
             return nn.functional.normalize(texts, dim=-1).to(clip.device)
 
-        goals = [self.embed_images(load_image(path)) for path in target_images]
-        g = torch.cat([*goals, *([embed(target_prompts)] if target_prompts else [])]).mean(0)
+        pictures = [self.embed_images(load_image(path)) for path in target_images]
+        g = torch.cat([*pictures, *([embed(target_prompts)] if target_prompts else [])]).mean(0)
         b = embed(baseline_prompts).mean(0) if baseline_prompts else g
         d = g - b
         if alpha > 0 and d.norm() < 1e-6:
@@ -386,10 +390,14 @@ class CLIPReward(nn.Module):
     @torch.no_grad()
     def embed_images(self, frames: Array) -> torch.Tensor:
         """Embed uint8 frames [B, H, W, 3], V views of each state [B, V, H, W, 3], or one [H, W, 3],
-        a tensor on any device or an array -> [B, D] or [B, V, D] float32 unit-norm."""
+        a tensor on any device or an array -> [B, D] or [B, V, D] float32 unit-norm. Raises
+        ValueError for other frames."""
         if isinstance(frames, np.ndarray):  # MuJoCo's render() returns a flipped view
             frames = np.ascontiguousarray(frames)
         frames = torch.as_tensor(frames).to(self.device)
+        if frames.dtype != torch.uint8 or not 3 <= frames.ndim <= 5 or frames.shape[-1] != 3:
+            shape = list(frames.shape)
+            raise ValueError(f"frames must be [B, H, W, 3] uint8, not {shape} {frames.dtype}")
         frames = frames if frames.ndim > 3 else frames[None]
         images = self.preprocess(frames.flatten(0, -4))
         embeddings = self.model.encode_image(images.to(self.dtype))

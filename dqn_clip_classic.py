@@ -353,16 +353,15 @@ if __name__ == "__main__":
 
         # 4. Log
         success = judge(states) if judge else infos.get("success")
-        scalars = {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}
-        scalars["charts/epsilon"] = epsilon if learned else 1.0
-        if use_clip:
-            scalars["charts/clip_reward"] = rewards.mean()
-            scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
+        scalars = {"charts/clip_reward": rewards.mean()} if use_clip else {}
         if success is not None:
             scalars["charts/success_rate"] = np.mean(success)
+        scalars |= {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}
+        scalars["charts/epsilon"] = epsilon if learned else 1.0
         scalars |= dict(zip(("losses/td_loss", "losses/q_values"), means, strict=False))
         scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
         if use_clip:
+            scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
             scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
             scalars["charts/worker_restarts"] = pool.restarts
         run.log(scalars)

@@ -179,24 +179,28 @@ def env_camera(env: Any) -> Camera:
     )
 
 
-def choose_camera(args: RenderArgs, env: Any) -> Camera | list[Camera]:
+def choose_camera(
+    args: RenderArgs, env: Any, default: Camera | None = None
+) -> Camera | list[Camera]:
     """Return the `Camera` that the flags ask for in a Gymnasium MuJoCo environment, with several
-    azimuths a list. It tracks the body of the first joint if that is free or slides without limits:
-    a robot that can leave the picture, but not a cart on a rail or a pushed puck."""
+    azimuths a list. What no flag says is as in `default`: the paper's for the humanoid, else the
+    environment's. It tracks the body of the first joint if that is free or slides without limits: a
+    robot that can leave the picture, but not a cart on a rail or a pushed puck."""
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint
     humanoid = env.spec is not None and env.spec.id.startswith("Humanoid")
-    camera = PAPER_CAMERA if humanoid else env_camera(env)
+    camera = default or (PAPER_CAMERA if humanoid else env_camera(env))
     values = {name: getattr(args, f"camera_{name}") for name in CAMERA_VALUES}
     given = {name: value for name, value in values.items() if value not in (None, ())}
     if camera.fixed_id >= 0 and not given:
         return camera  # one of the model's own, which tracks in its own way
     slides = (model.jnt_type == joint.mjJNT_SLIDE) & (model.jnt_limited == 0)
     endless = slides | (model.jnt_type == joint.mjJNT_FREE)
-    tracked = int(model.jnt_bodyid[0]) if endless[:1].any() else -1
+    if default is None and endless[:1].any():
+        camera = replace(camera, track_body=int(model.jnt_bodyid[0]))
     azimuths = given.pop("azimuth", [camera.azimuth])
-    camera = replace(camera, **given, track_body=tracked, fixed_id=-1)
+    camera = replace(camera, **given, fixed_id=-1)
     cameras = [replace(camera, azimuth=azimuth) for azimuth in azimuths]
     return cameras if len(cameras) > 1 else cameras[0]
 

@@ -557,17 +557,16 @@ if __name__ == "__main__":
         t4 = time.perf_counter()
 
         # 4. Log
-        scalars = {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}
-        if use_clip:
-            scalars["charts/clip_reward"] = rewards.mean()
-            scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
+        scalars = {"charts/clip_reward": rewards.mean()} if use_clip else {}
         if judge:
             success = judge(np.stack(pictured))
         if success is not None:
             scalars["charts/success_rate"] = np.mean(success)
+        scalars |= {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}
         scalars |= {f"losses/{name}": value for name, value in zip(LOSSES, means, strict=False)}
         scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
         if use_clip:
+            scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
             scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
             scalars["charts/worker_restarts"] = pool.restarts
         run.log(scalars)

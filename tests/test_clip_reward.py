@@ -100,6 +100,25 @@ def test_one_picture_or_many_as_tensor_or_array(tiny, frames):
         torch.testing.assert_close(reward(picture), expected[2:3], atol=1e-5, rtol=0)
 
 
+def test_a_single_sentence_is_no_list_of_letters(tiny, frames):
+    one = CLIPReward(tiny, "a robot", "a thing", 0.5)
+    assert torch.equal(one(frames), CLIPReward(tiny, ["a robot"], ["a thing"], 0.5)(frames))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda frames: frames.float() / 255,
+        lambda frames: frames.permute(0, 3, 1, 2),
+        lambda frames: torch.cat([frames, frames[..., :1]], -1),  # RGBA
+        lambda frames: frames[0, 0],
+    ],
+)
+def test_other_frames_are_refused(tiny, frames, change):
+    with pytest.raises(ValueError, match=r"frames must be \[B, H, W, 3\] uint8, not \["):
+        CLIPReward(tiny, ["a robot"])(change(torch.as_tensor(frames)))
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_a_state_is_worth_the_mean_of_its_views(tiny, frames, alpha):
     views = frames[:6].reshape(3, 2, *frames.shape[1:])

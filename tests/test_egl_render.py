@@ -323,6 +323,13 @@ def test_single_values_override_a_camera_and_every_one_of_them_matters():
         assert all((first != second).any() for second in pictures[i + 1 :])
 
 
+def test_flags_change_a_camera_of_ones_own():
+    env, own = gym.make("Swimmer-v5"), egl_render.Camera(4.0, 90.0, -90.0, track_body=1)
+    assert choose_camera(RenderArgs(), env, own) == own
+    far = choose_camera(RenderArgs(camera_distance=9.0), env, own)
+    assert far == dataclasses.replace(own, distance=9.0)
+
+
 def test_several_cameras_draw_what_each_of_them_draws_alone():
     env, states = rollout("Humanoid-v5", 3)
     cameras = choose_camera(RenderArgs(camera_azimuth=(150.0, 210.0, 90.0)), env)

@@ -336,3 +336,32 @@ def test_a_parent_that_ends_while_chunks_run_ends_at_once(body, code, said, tmp_
     out, err = parent.communicate(timeout=40)
     assert (parent.returncode, err) == (code, said)
     assert wait_until(lambda: helpers.gone(children), 10)
+
+
+GUARDLESS = """
+import numpy as np
+from helpers import MeanReward, PaintRenderer
+from training.workers import Pool
+
+pool = Pool(PaintRenderer, MeanReward, ["cpu", "cpu"])
+print(pool.score(np.zeros((4, 1))))
+"""
+
+
+def test_a_file_that_makes_a_pool_when_it_is_imported_is_told(tmp_path):
+    path = tmp_path / "guardless.py"
+    path.write_text(GUARDLESS)
+    printed = helpers.run(path, code=1).stderr.splitlines()
+    assert 'below `if __name__ == "__main__":`, or use clip_reward.Scorer' in printed[-1]
+    assert len(printed) < 30, printed
+
+
+def test_what_workers_cannot_import_is_told():
+    own = GUARDLESS.replace("pool = ", "def make(device):\n    pass\n\npool = ")
+    notebook = own.replace("PaintRenderer, Mean", "make, Mean")  # which has no file either
+    for words, code in ((["-"], GUARDLESS), (["-c", notebook], None)):
+        process = subprocess.run(
+            [sys.executable, *words],
+            **{"input": code, "capture_output": True, "text": True, "env": helpers.environment()},
+        )
+        assert "workers cannot import what has no file" in process.stderr.splitlines()[-1]

@@ -52,8 +52,8 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     environments/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task with
     this prompt, if there is one"""
     resume: str | None = None
-    """folder of the run to resume, with its own flags; or latest: the newest run in --runs-dir that
-    was started with these flags, or a new one if there is none"""
+    """folder of the run to resume, with its own flags, or a folder with one run in it; or latest:
+    the newest run in --runs-dir that was started with these flags, or a new one if there is none"""
 
 
 # Flags that may be given beside --resume: how long, where and how often, but not what is learned.
@@ -63,6 +63,7 @@ RESUME_MAY_CHANGE = set(
     "allow_slow compile track judge runs_dir resume".split()
 )
 
+LINE = 100  # characters of a line on the console
 BEST_WINDOW = 5  # rollouts of which best.pt has the highest mean: one may have lucky starts
 
 CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's page
@@ -75,14 +76,23 @@ CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's pag
 }
 
 
+def run_folder(name):
+    """Return the folder of a run: `name` itself, the only run in it, or for "latest" the newest run
+    below runs/. Raises UsageError."""
+    found = list(Path(name).glob("args.json")) or list(Path(name).glob("*/args.json"))
+    if str(name) == "latest" and not found:
+        found = sorted(Path("runs").rglob("args.json"), key=os.path.getmtime)[-1:]
+    if len(found) != 1:
+        raise UsageError(f"{name} is not the folder of a run, nor of a single one: no args.json")
+    return found[0].parent
+
+
 def saved_flags(run_dir):
     """Read a run's args.json: {name: value}, with "script", the file that was started. Raises
     UsageError."""
     path = Path(run_dir) / "args.json"
     try:
         return dict(json.loads(path.read_text()).items())
-    except FileNotFoundError as error:
-        raise UsageError(f"{run_dir} is not the folder of a run: it has no args.json") from error
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is damaged: {first_line(error)}") from error
 
@@ -138,8 +148,9 @@ def parse_args(Args, description):
     if args.resume == "latest":
         args.resume = latest_run(args)
         say(f"--resume latest: {args.resume or 'no such run yet, a new one'}")
-    if (resume := args.resume) is None:
+    if args.resume is None:
         return args
+    resume = str(run_folder(args.resume))
     given, saved = own_code(args), load_args(resume, Args)
     args = parse(default=saved)
     args.resume = resume
@@ -220,7 +231,7 @@ class Run:
     """A run's folder, which only this process writes to, with its event file and checkpoints.
 
     Attributes:
-        folder: runs/<env>__<exp>__<seed>__<time>/.
+        folder: runs/<env>__<goal>__<exp>__<seed>__<time>/.
         step, rollout: environment steps and rollouts so far; the script counts them.
         stopped: the signal that asked for an end after this rollout, or 0.
     """
@@ -254,8 +265,15 @@ class Run:
         say(f"run folder {self.folder}", f"curves: tensorboard --logdir {args.runs_dir}")
 
     def _new_folder(self):
-        """Make runs/<env>__<exp>__<seed>__<time>, with _2, .. behind it if that is taken."""
-        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        """Make runs/<env>__<goal>__<exp>__<seed>__<time>, with _2, .. behind it if that is taken.
+        The goal is a few words of the prompt, without those of the baseline."""
+        args = self.args
+        goal = (*args.target_prompt, *map(lambda x: Path(x).stem, args.target_image), "")[0]
+        for words in args.baseline_prompt:
+            goal = goal.removeprefix(words)
+        goal = re.sub(r"\W+", "_", goal)[:40].strip("_") if args.reward == "clip" else args.reward
+        parts = args.env_id, goal, args.exp_name, args.seed, int(time.time())
+        name = "__".join(map(str, parts))
         for suffix in ("", *(f"_{i}" for i in range(2, 1000))):
             folder = Path(self.args.runs_dir) / re.sub(r"[^\w.-]", "_", name + suffix)
             with contextlib.suppress(FileExistsError):
@@ -321,13 +339,16 @@ class Run:
         return every > 0 and (end or self.step % every < steps)
 
     def log(self, scalars):
-        """Write {tag: value} to the event file, and all except losses to the console. Raises
-        RunError for a NaN or infinity."""
+        """Write {tag: value} to the event file, and the first charts, as many as fit, as a line to
+        the console. Raises RunError for a NaN or infinity."""
         for tag, value in scalars.items():
             if not math.isfinite(value):
                 raise RunError(f"{tag} is {value} after {self.step} steps")
-        line = [f"{x.partition('/')[2]} {scalars[x]:.4g}" for x in scalars if x[:4] != "loss"]
-        say(f"step {self.step:,}/{self.args.total_timesteps:,}  {'  '.join(line)}")
+        line = f"step {self.step:,}/{self.args.total_timesteps:,}"
+        for tag, value in scalars.items():
+            word = f"  {tag.removeprefix('charts/')} {value:.4g}"
+            line += word * (tag.startswith("charts/") and len(line + word) <= LINE)
+        say(line)
         with contextlib.suppress(OSError):  # of a full disk; a checkpoint will say so
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, self.step)

@@ -29,6 +29,8 @@ from clip_reward import RunError, Scorer, UsageError, first_line
 # Silence the resource tracker's leaked-semaphore warning: a process that ends at once leaves some.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NO_GUARD = 77  # exit code of a worker that imports a script which makes a Pool when imported
+IN_PROCESS = "or use clip_reward.Scorer, which needs no workers"
 LOADING = 600  # s that a worker gets, at least, to import, draw and load its model
 
 
@@ -245,6 +247,14 @@ class LocalWorker:
         self.setup, self.name, self.line = setup, f"reward worker on {setup[-1]}", ""
 
     def start(self):
+        path = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+        parts = [getattr(part, "func", part) for part in self.setup[:2]]
+        needed = path or any(getattr(part, "__module__", "") == "__main__" for part in parts)
+        if needed and not os.path.isfile(path or ""):
+            problem = "workers cannot import what has no file: save it in one"
+            raise UsageError(f"{problem}, {IN_PROCESS}")
+        if getattr(mp.current_process(), "_inheriting", False):  # a worker, which imports the file
+            os._exit(NO_GUARD)
         before = set(mp.active_children())
         with stop_signals_blocked():
             self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))  # CUDA wants spawn
@@ -264,6 +274,10 @@ class LocalWorker:
         return isinstance(error, BrokenProcessPool)
 
     def death(self, error):
+        self.process.join()
+        if self.process.exitcode == NO_GUARD:
+            guard = 'make the Pool below `if __name__ == "__main__":`'
+            raise UsageError(f"workers import this file: {guard}, {IN_PROCESS}")
         return "died (out of memory?)"
 
     def kill(self):
