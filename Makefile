@@ -52,7 +52,7 @@ train: setup
 		--num-envs 8 --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 \
 		--batch-size 128 --gamma 0.97 --entropy-coef 0.05 --normalize-observations --layer-norm \
 		--video-freq 16000 --checkpoint-freq 16000 --runs-dir $$runs; \
-	$(PY) eval_epic.py success --run $$runs/*
+	$(PY) eval_epic.py success --run $$runs
 
 # two at a time, as on a machine with two cores
 test: setup browser

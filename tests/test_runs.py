@@ -24,7 +24,7 @@ import clip_reward
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError
-from training.run import latest_run, load_args, parse_args
+from training.run import latest_run, load_args, parse_args, run_folder
 
 UPRIGHT = "pole vertically upright on top of the cart"
 SMALL = [
@@ -59,8 +59,10 @@ def finished(request, tmp_path_factory):
 
 def test_a_run_leaves_everything_that_is_promised(finished):
     script, folder, process = finished
-    name = "Humanoid-v5__sac_clip_humanoid" if script is sac else "CartPole-v1__dqn_clip_classic"
-    assert re.fullmatch(rf"{name}__1__\d+", folder.name)
+    upright = "pole_vertically_upright_on_top_of_the_ca"  # forty letters
+    goal = "Humanoid-v5__kneeling__sac" if script is sac else f"CartPole-v1__{upright}__dqn"
+    name = script.__name__.partition("_")[2]
+    assert re.fullmatch(rf"{goal}_{name}__1__\d+", folder.name)
     values, images = scalars(folder)
     charts = "clip_reward episodic_clip_return episodic_return SPS success_rate worker_restarts"
     losses = [*sac.LOSSES] if script is sac else ["td_loss", "q_values"]
@@ -90,7 +92,8 @@ def test_a_run_leaves_everything_that_is_promised(finished):
     assert np.stack(imageio.mimread(videos[0])).shape == (12, *shape)
     assert len(next(iter(images.values()))) == 2, "videos in TensorBoard"
     assert str(folder) in process.stdout
-    assert len(re.findall(r" clip_reward -?\d", process.stdout)) == 4
+    assert len(re.findall(r" clip_reward -?\d.* success_rate .* SPS \d", process.stdout)) == 4
+    assert all(len(line) <= 120 for line in process.stdout.splitlines() if folder.name not in line)
     assert not re.search("deprecat|error|XDG", process.stderr, re.IGNORECASE), process.stderr
 
 
@@ -181,6 +184,23 @@ def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
     mean, var = one["actor"]["normalize.mean"], one["actor"]["normalize.var"]
     torch.testing.assert_close(mean.double(), seen.mean(0), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(var.double(), seen.var(0, correction=0), atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_is_found_by_latest_and_by_the_folder_around_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, two = Path("runs/kneeling/one"), Path("runs/two")
+    for age, folder in enumerate((one, two)):
+        folder.mkdir(parents=True)
+        (folder / "args.json").write_text("{}")
+        os.utime(folder / "args.json", (age, age))
+    assert run_folder("latest") == two and run_folder(one) == run_folder("runs/kneeling") == one
+    for name in ("nowhere", "runs/kneeling/one/none", "."):
+        with pytest.raises(UsageError, match="not the folder of a run, nor of a single one"):
+            run_folder(name)
+    (tmp_path / "runs/three").mkdir()
+    (tmp_path / "runs/three/args.json").write_text("{}")
+    with pytest.raises(UsageError, match="nor of a single one"):
+        run_folder("runs")
 
 
 def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_path):
