@@ -16,7 +16,7 @@ SMALL = f"{SMALL} --gradient-steps 2 --hidden-size 16 --render-size 64 --reward-
 SMALL = SMALL.split()
 PAGE = (ROOT / "docs/new_task.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
-COMMANDS = re.findall(r"^    python (sac_.*|dqn_.*)$", PAGE, re.M)  # of the copies
+COMMANDS = re.findall(r"^    python (sac_(?!clip).*|dqn_.*)$", PAGE, re.M)  # of the copies
 
 
 def apply(diff):
