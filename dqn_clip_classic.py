@@ -18,7 +18,7 @@ MountainCar in the same way:
     python dqn_clip_classic.py --env-id MountainCar-v0 \\
         --target-prompt "a car at the peak of the mountain, next to the yellow flag" \\
         --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --learning-starts 1000 \\
-        --total-timesteps 60000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
+        --total-timesteps 80000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
         --target-network-frequency 1
 
 DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
