@@ -1,9 +1,7 @@
-"""Film learned policies side by side, each above its sentence, as one animated picture.
+"""Draw README's pictures: learned policies in motion, and what CLIP is shown.
 
-    python benchmarks/film.py runs/KNEELING runs/CARTPOLE --out docs/learned.webp
-
-Of each run best.pt is played, without exploration, for one episode from a start that training never
-had: the first one, whatever comes of it. All episodes take the same time in the film.
+python benchmarks/pictures.py film runs/KNEELING runs/CARTPOLE --out docs/learned.webp
+python benchmarks/pictures.py looks --out docs/looks.png
 """
 
 import sys
@@ -17,7 +15,9 @@ import numpy as np
 import tyro
 from PIL import Image
 
+import dqn_clip_classic as dqn
 import egl_render
+import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from evaluation.datasets import play
 from evaluation.figures import framed, grid
@@ -27,7 +27,7 @@ from training.run import run_folder, say
 egl_render.setup_gl()  # before an environment imports mujoco
 
 
-def film(folder, moments, size):
+def episode(folder, moments, size):
     """Return one episode of a run, with its sentence below: [moments, H, W, 3] uint8."""
     folder = run_folder(folder)
     args = load_run(folder)
@@ -41,7 +41,7 @@ def film(folder, moments, size):
     return [framed(frame, sentence) for frame in frames]
 
 
-def main(
+def film(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     out: Path,
     columns: int = 3,
@@ -49,25 +49,45 @@ def main(
     size: int = 180,
     milliseconds: int = 80,
 ):
-    """Film learned policies.
+    """Film learned policies side by side, each above its sentence, as one animated picture. Of each
+    run best.pt is played for one episode, without exploration, from a start that training never
+    had: the first one, whatever comes of it. All episodes take the same time in the film.
 
     Args:
         runs: folders of runs.
         out: .webp, .gif or .png to write.
         columns: policies in a row.
         moments: pictures of an episode.
-        size: pixels of a picture.
-        milliseconds: of a picture.
+        size: height and width of a picture in pixels.
+        milliseconds: how long a picture is shown.
     """
-    films = [film(folder, moments, size) for folder in runs]
+    films = [episode(folder, moments, size) for folder in runs]
     pictures = [Image.fromarray(grid(list(cells), columns)) for cells in zip(*films)]
     options = {"save_all": True, "append_images": pictures[1:], "duration": milliseconds, "loop": 0}
     pictures[0].save(out, quality=60, method=6, **options)
     say(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 
+def looks(out: Path, size: int = 240):
+    """Draw a state of two tasks with --no-textured and with --textured.
+
+    Args:
+        out: .png to write.
+        size: height and width of a picture in pixels.
+    """
+    cells = []
+    for script, env_id in ((sac, "Humanoid-v5"), (dqn, "MountainCar-v0")):
+        for textured in (False, True):
+            args = script.Args(env_id=env_id, render_size=size, textured=textured)
+            state = sac.describe_env(env_id) if script is sac else np.array([-0.2, 0.0])
+            frame = script.make_renderer(args).render(state[None])[0]
+            flag = "--textured" if textured else "--no-textured"
+            cells.append(framed(frame, f"{env_id} {flag}"))
+    Image.fromarray(grid(cells, 4)).save(out, optimize=True)
+
+
 if __name__ == "__main__":
     try:
-        tyro.cli(main, description=__doc__)
+        tyro.extras.subcommand_cli_from_dict({"film": film, "looks": looks}, description=__doc__)
     except UsageError as error:
         sys.exit(f"error: {error}")
