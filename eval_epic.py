@@ -26,7 +26,6 @@ Success rate of a policy by a task's judge, by your own, or by a person; a run's
     python eval_epic.py page --run runs/RUN
 """
 
-import os
 import signal
 import sys
 from dataclasses import field
@@ -119,9 +118,8 @@ class Collect(Own):
             args = load_run(self.run, self)
             if self.every > args.episode_length:
                 raise UsageError(f"--every {self.every}: episodes have {args.episode_length} steps")
-            paths, key = checkpoint_paths(self.run, self.checkpoints), (self.seed, 2)
-            how = self.explore, self.every, made
-            data = datasets.play(args, paths, self.episodes, key, *how)
+            paths, how = checkpoint_paths(self.run, self.checkpoints), (self.explore, self.every)
+            data = datasets.play(args, paths, self.episodes, (self.seed, 2), *how, made)
         elif self.source == "uniform":
             args = args_of(self.env_id or "CartPole-v1")
             columns = datasets.uniform_columns(args.env_id, self.states, self.seed)
@@ -140,7 +138,7 @@ class Collect(Own):
 class OnDataset(Own):
     """What the commands on a dataset have in common."""
 
-    dataset: Path | None = None
+    dataset: Path
     """a file made by collect"""
     judge: str | None = None
     """a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: what the dataset or
@@ -148,18 +146,12 @@ class OnDataset(Own):
     labels: str = "judge"
     """what is good: judge, or a CSV file of a person's labels"""
 
-    def data(self):
-        """Return the dataset."""
-        if self.dataset is None:
-            raise UsageError("this needs --dataset FILE.npz, made by collect")
-        return datasets.load_dataset(self.dataset, self)
-
-    def load(self):
-        """Return the dataset and its judges.Task."""
-        data = self.data()
-        if self.labels == "env" and isinstance(self, Epic):  # nobody has to judge
-            return data, judges.task_for(data.args.env_id, data.args.target_prompt)
-        return data, task_of(self.judge, data.args, data.path)
+    def load(self, judged=True):
+        """Return the dataset and its judges.Task, or where nothing is judged perhaps None."""
+        data = datasets.load_dataset(self.dataset, self)
+        if judged:
+            return data, task_of(self.judge, data.args, data.path)
+        return data, judges.task_for(data.args.env_id, data.args.target_prompt)
 
 
 @dataclass
@@ -170,7 +162,7 @@ class Epic(OnDataset):
     reward: Rewards = field(default_factory=Rewards)
 
     def __call__(self):
-        compare.epic(*self.load(), self.labels, self.reward)
+        compare.epic(*self.load(self.labels != "env"), self.labels, self.reward)
 
 
 @dataclass
@@ -179,6 +171,8 @@ class Prompts(OnDataset):
     labelled states, and the command to train with the best. Cameras: each --camera-azimuth alone,
     in pairs, and all together (default: 180 120 240 for the humanoid, or a dataset's)."""
 
+    dataset: Path | None = None
+    """a file made by collect"""
     task: Literal[tuple(judges.TASKS)] | None = None
     """one of the paper's tasks. Without --dataset its states are the pose library and states of
     policies that got a reward for half of a pose (a classic task: its state space)"""
@@ -217,13 +211,11 @@ class Sheet(OnDataset):
     """Pictures of a dataset, and of states that are good (green frames) and not (red), by all tasks
     of its environment or by --judge or --labels, in a new folder sheets beside it."""
 
-    count: NonNegativeInt = 20
-    """good states, and as many others"""
-
     def __call__(self):
-        data, one = self.data(), self.judge or self.labels != "judge"
-        tasks = [self.load()[1]] if one else judges.tasks_of(data.args.env_id)
-        judging.sheets(data, tasks, self.labels, self.count)
+        one = self.judge is not None or self.labels != "judge"
+        data, task = self.load(one)
+        tasks = [task] if one else judges.tasks_of(data.args.env_id)
+        judging.sheets(data, tasks, self.labels)
 
 
 @dataclass
@@ -232,6 +224,8 @@ class Success(OnDataset):
     labels, with a video of the verdicts, in a new folder success_.. in the run or beside the
     dataset."""
 
+    dataset: Path | None = None
+    """a file made by collect"""
     run: Path | None = None
     """folder of the run to judge"""
     checkpoint: str = "best"
@@ -277,22 +271,20 @@ class Landscape:
     of arXiv 2310.12921)."""
 
     reward: Rewards = field(default_factory=Rewards)
-    points: Many = 361
-    """states on each line"""
     render_size: Annotated[int, Interval(ge=16, le=8192)] = 480
     """height and width of the frames in pixels"""
     out: Path = Path("runs/landscape.png")
-    """the picture; a table of all values is written beside it as CSV"""
+    """the picture"""
 
     def __call__(self):
-        compare.landscape(self.reward, self.points, self.render_size, self.out)
+        compare.landscape(self.reward, self.render_size, self.out)
 
 
 @dataclass
 class Label(OnDataset):
     """Label a dataset by hand on a local web page, until Ctrl-C."""
 
-    dataset: tyro.conf.Positional[Path] = field()  # without a default
+    dataset: tyro.conf.Positional[Path]
     """a file made by collect"""
     labels: str | None = None
     """the file of answers; default: labels.csv in the folder beside the dataset"""
@@ -300,15 +292,13 @@ class Label(OnDataset):
     """what one answer is about: a picture, or a whole episode as a clip"""
     count: PositiveInt | None = None
     """how many to label, in random order: a fair sample at any time; default: all"""
-    port: Annotated[int | None, Interval(ge=1, lt=2**16)] = None
-    """port on 127.0.0.1; default: a free one"""
 
     def __call__(self):
         data, task = self.load()
         path = Path(self.labels or data.folder / "labels.csv")
         session = label_page.Session(data, task, self.unit, path, self.count)
         path.parent.mkdir(parents=True, exist_ok=True)
-        label_page.serve(session, self.port)
+        label_page.serve(session)
 
 
 COMMANDS = Landscape, Prompts, Collect, Epic, Sheet, Success, Label, Page
@@ -316,7 +306,6 @@ COMMANDS = Landscape, Prompts, Collect, Epic, Sheet, Success, Label, Page
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None: it was closed, `>&-`
     try:
         command = tyro.extras.subcommand_cli_from_dict(
             {command.__name__.lower(): command for command in COMMANDS},
@@ -332,10 +321,6 @@ if __name__ == "__main__":
     except clip_reward.RunError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
         sys.exit(130)
     finally:
-        try:
-            sys.stdout.flush()
-        except OSError:  # else Python would try again, and complain
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        say(end="")  # flushes, without an error if nobody reads

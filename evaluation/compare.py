@@ -15,7 +15,7 @@ from environments import classic, judges
 from evaluation import figures
 from evaluation.datasets import results_folder, two_classes, write_csv
 from evaluation.metrics import auc, epic_distance, interval, pearson
-from evaluation.rewards import check_distinct, count_parameters, score
+from evaluation.rewards import count_parameters, score
 from evaluation.runs import make_scorer, script_of
 from training.run import say
 
@@ -82,17 +82,17 @@ def epic(data, task, labels, reward):
     out = results_folder(data.folder / f"epic_{Path(labels).stem}")
     about = {"dataset": data.path.stem, "labels": labels, "task": task and task.name}
     save_table(out / "epic.csv", table, **about, states=len(rows))
-    figures.draw_epic(out, f"{data.path.stem}, labels: {Path(labels).stem}", table, good)
-    say(f"wrote {out}/epic.csv, epic_alpha.png, epic_scaling.png, histograms.png")
+    title = f"{data.path.stem}, labels: {Path(labels).stem}"
+    figures.draw_epic(out / "epic.png", title, table, good)
+    say(f"wrote {out}/epic.csv, epic.png")
 
 
 def prompts(data, task, labels, reward, out):
     """Compare the models, prompts and alphas of `reward` (Prompts) and the cameras of a dataset by
     its labels: table, contact sheet, and the command that trains with the best."""
-    azimuths, views = data.args.camera_azimuth, data.args.views
+    views = data.args.views
     targets, baselines = words_for(data, task)
     targets = reward.target_prompt or (*targets, *task.paraphrases)
-    check_distinct(target_prompt=targets, camera_azimuth=azimuths or ("its own",))
     rows, truth = two_classes(labels, data, task)
     models, good = reward.models(targets, baselines), truth > truth.mean()
     goals, sizes = [(prompt,) for prompt in targets], sorted({1, min(views, 2), views})
@@ -139,42 +139,38 @@ def training_command(args, best, baselines, reward):
 
 
 SWEEPS = (  # one coordinate from end to end, all others are zero
-    # environment, textured, its name and unit, from, to, index in the state
-    ("CartPole-v1", False, "pole angle (rad)", -np.pi, np.pi, 2),
-    ("MountainCar-v0", False, "position", -1.2, 0.6, 0),
-    ("MountainCar-v0", True, "position", -1.2, 0.6, 0),
+    # environment, textured, its name and unit, from, to, index in the state, goal
+    ("CartPole-v1", False, "pole angle (rad)", -np.pi, np.pi, 2, 0.0),
+    ("MountainCar-v0", False, "position", -1.2, 0.6, 0, classic.MOUNTAIN_GOALS["MountainCar-v0"]),
+    ("MountainCar-v0", True, "position", -1.2, 0.6, 0, classic.MOUNTAIN_GOALS["MountainCar-v0"]),
 )
 
 
-def landscape(reward, points, render_size, out):
-    """Write the rewards of `reward` (Rewards) along SWEEPS: figure and table."""
-    picture, file = out.with_suffix(".png"), out.with_suffix(".csv")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    panels, table = [], []
-    for env_id, textured, label, low, high, index in SWEEPS:
+def landscape(reward, render_size, out):
+    """Draw the rewards of `reward` (Rewards) along SWEEPS, and print where they are largest."""
+    rows, columns = len(reward.clip_model), len(SWEEPS)
+    figure = figures.new_figure(4 * columns, 3.2 * rows + 0.6)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for panels, (env_id, textured, label, low, high, index, goal) in zip(axes.T, SWEEPS):
         task, look = judges.task_for(env_id), "textured" if textured else "plain"
-        goal = classic.MOUNTAIN_GOALS.get(env_id, 0.0)  # or a pole that stands upright
-        values = np.linspace(low, high, points)
-        states = np.zeros((points, classic.CLASSIC_STATE_SIZES[env_id]))
+        values = np.linspace(low, high, 361)
+        states = np.zeros((len(values), classic.CLASSIC_STATE_SIZES[env_id]))
         states[:, index] = values
-        good = task.judge(states)
         args = dqn.Args(env_id=env_id, render_size=render_size, textured=textured)
-        for model in reward.models(*task.prompts.values()):
+        for ax, model in zip(panels, reward.models(*task.prompts.values())):
             title = f"{figures.short(model.clip_model)}: {env_id}, {look}"
             scores = score(model, [model.target_prompt], reward.reward_alpha, args, states)[:, 0, 0]
-            rewards = dict(zip(reward.reward_alpha, scores.T.astype(np.float64)))
-            panels.append((title, label, values, goal, rewards))
-            for alpha, along in rewards.items():
-                best, correlation = values[along.argmax()], pearson(along, good)
+            for alpha, along in zip(reward.reward_alpha, scores.T.astype(np.float64)):
+                best, correlation = values[along.argmax()], pearson(along, task.judge(states))
                 say(
                     f"{title}, alpha {alpha:.2f}: largest at {best:+.3f}, goal at {goal:+.3f}; "
                     f"Pearson correlation with goal {correlation:+.3f}"
                 )
-                about = {"model": model.clip_model, "env_id": env_id, "look": look}
-                about["reward_alpha"] = alpha
-                for point in zip(values, along, good.astype(int)):
-                    table.append(about | dict(zip(("value", "reward", "is_goal"), point)))
-    panels.sort(key=lambda panel: panel[0].partition(":")[0])  # a row for each model
-    figures.draw_landscape(picture, panels, len(SWEEPS))
-    write_csv(file, list(table[0]), table)
-    say(f"wrote {picture} and {file}")
+                rescaled = (along - along.min()) / (np.ptp(along) or 1)
+                ax.plot(values, rescaled, lw=1.4, label=f"alpha {alpha:g}")
+            ax.axvline(goal, color="tab:red", ls="--", lw=1)
+            ax.set(title=title, xlabel=label, ylabel="reward, rescaled")
+            ax.locator_params(nbins=6)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figures.save_with_legend(figure, out, columns=6)
+    say(f"wrote {out}")

@@ -15,14 +15,11 @@ import numpy as np
 
 from clip_reward import UsageError, first_line
 from environments.classic import CLASSIC_STATE_SIZES
-from environments.judges import THRESHOLD, task_for
+from environments.judges import task_for
 from evaluation.runs import Own, args_of, rollout, script_of
 from training.run import write
 
-COLUMNS = {  # and numpy's kind of each
-    **{"states": "f", "episode": "i", "step": "i", "checkpoint_step": "i"},
-    **{"env_reward": "f", "success": "i", "pose": "U"},
-}
+COLUMNS = "states", "episode", "step", "checkpoint_step", "env_reward", "success", "pose"
 
 
 @dataclass
@@ -42,7 +39,7 @@ class Dataset:
 
     def __post_init__(self):
         self.episode = np.arange(len(self)) if self.episode is None else self.episode
-        for name in list(COLUMNS)[1:]:  # a single value is that of all states
+        for name in COLUMNS[1:]:  # a single value is that of all states
             setattr(self, name, np.full(len(self), getattr(self, name)))
 
     def __len__(self):
@@ -57,16 +54,6 @@ class Dataset:
         """Return the rows of an episode in the order of time."""
         rows = np.flatnonzero(self.episode == episode)
         return rows[np.argsort(self.step[rows], kind="stable")]
-
-    def episode_success(self, episode, verdicts, own_rule=True):
-        """Return whether an episode is a success: by the task's own rule if it has one, else if at
-        least half of the verdicts on its states (of [N] 1, 0 or NaN: none) are good."""
-        rows = self.episode == episode
-        own = self.success[rows][0]
-        if own_rule and own >= 0:
-            return bool(own)
-        judged = verdicts[rows][np.isfinite(verdicts[rows])]
-        return bool(len(judged) and judged.mean() >= THRESHOLD)
 
 
 def save_dataset(dataset, path):
@@ -86,21 +73,15 @@ def load_dataset(path, own=None) -> Dataset:
             columns = {name: file[name] for name in COLUMNS}
             made = dict(json.loads(str(file["arguments"])))
         saved = dict(made.pop("flags")) | {"script": made.pop("script")}
-        for name, column in columns.items():
-            shaped = column.ndim == (2 if name == "states" else 1) and len(column)
-            if column.dtype.kind != COLUMNS[name] or not shaped:
-                raise ValueError(f"{name} is {column.shape} {column.dtype}")
-        if len({len(column) for column in columns.values()}) > 1:
-            raise ValueError("columns of several lengths")
-        if not np.isfinite(columns["states"]).all():
-            raise ValueError("NaN or infinity among the states")
+        states = columns["states"]
+        if states.ndim != 2 or not len(states) or not np.isfinite(states).all():
+            raise ValueError("no states, or NaN or infinity among them")
+        data = Dataset(saved, made, **columns, path=path)
     except Exception as error:  # unpacking alone raises half a dozen kinds
         problem = f"missing, damaged or not what eval_epic.py collect makes: {first_line(error)}"
         raise UsageError(f"{path}: {problem}") from error
-    args, length = args_of(saved, path, own or Own())
-    if columns["states"].shape[1] != (length or columns["states"].shape[1]):
-        raise UsageError(f"{path}: the states of {args.env_id} have {length} numbers, not these")
-    return Dataset(args, made, **columns, path=path)
+    data.args = args_of(saved, path, own or Own())
+    return data
 
 
 def play(args, paths, episodes, key, explore=False, every=1, made=()):
@@ -166,31 +147,31 @@ def label_rows(path):
         with open(path, newline="") as file:
             reader = csv.DictReader(file, restval="")
             columns, rows = reader.fieldnames or [], list(reader)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path}: not a CSV file: {error}") from error
-    if not set(LABEL_COLUMNS) <= set(columns):
-        raise UsageError(f"{path}: not labels; the columns are {','.join(LABEL_COLUMNS)}")
+        if not set(LABEL_COLUMNS) <= set(columns):
+            raise ValueError(f"the columns are {','.join(LABEL_COLUMNS)}")
+    except (ValueError, csv.Error) as error:
+        raise UsageError(f"{path}: not labels: {error}") from error
     return columns, rows
 
 
-def read_labels(path, dataset, task, needed=True):
+def read_labels(path, dataset, task):
     """Read a person's labels of a dataset -> {"frame": {row: bool}, "episode": {number: bool}}, in
     the order of the file. Rows on other datasets and tasks are skipped. Raises UsageError for a
-    row that says nothing, and if labels are `needed` and there are none."""
+    row that says nothing."""
     there = {"frame": range(len(dataset)), "episode": set(dataset.episode.tolist())}
-    labels, others = {"frame": {}, "episode": {}}, set()
+    labels = {"frame": {}, "episode": {}}
     for line, row in enumerate(label_rows(path)[1], 2):
         name, unit, index, about, label = (row[column] for column in LABEL_COLUMNS)
         if (name, about) != (dataset.path.stem, task):
-            others.add(f"{about} on {name}")
-        elif index.isdecimal() and int(index) in there.get(unit, ()) and label in ("0", "1"):
-            labels[unit][int(index)] = label == "1"
-        else:
+            continue
+        if (
+            not index.isdecimal()
+            or int(index) not in there.get(unit, ())
+            or label not in ("0", "1")
+        ):
             wanted = f"a frame or episode of {dataset.path} and 0 or 1"
             raise UsageError(f"{path}, line {line}: not {wanted}: {unit} {index}, {label!r}")
-    if needed and not labels["frame"] and not labels["episode"]:
-        found = ", ".join(sorted(others)) or "nothing"
-        raise UsageError(f"{path}: no label for {task} on {dataset.path.stem}; it has {found}")
+        labels[unit][int(index)] = label == "1"
     return labels
 
 
@@ -202,6 +183,8 @@ def labels_of(source, dataset, task):
     if source == "env":
         return dataset.env_reward, {}
     answers = read_labels(source, dataset, task.name)
+    if not any(answers.values()):
+        raise UsageError(f"{source}: no label for {task.name} on {dataset.path.stem}")
     labels = np.full(len(dataset), np.nan)
     labels[list(answers["frame"])] = list(answers["frame"].values())
     return labels, answers["episode"]

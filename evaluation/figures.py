@@ -82,39 +82,37 @@ def short(model):
     return Path(model.partition(":")[2]).name if ":" in model else model
 
 
-def draw_epic(out, title, table, good):
-    """Draw figures 4a, 4b and 7 of arXiv 2310.12921: epic_alpha.png, epic_scaling.png,
-    histograms.png (at the first alpha).
+def draw_epic(path, title, table, good):
+    """Draw figures 4a, 4b and 7 of arXiv 2310.12921: EPIC distance by alpha and by size, and each
+    model's rewards of good and other states (the latter two at the first alpha).
 
     table: rows of compare.compare with "parameters"; good [K] bool: which states the labels call
     good.
     """
     models = list(dict.fromkeys(row["model"] for row in table))
-    by_alpha, by_size = new_figure(title=title), new_figure(title=title)
-    histograms = new_figure(5.2, 2.2 * len(models) + 0.8, title)
-    ax, ax_size = by_alpha.subplots(), by_size.subplots()
-    for model, panel in zip(models, histograms.subplots(len(models), squeeze=False).flat):
-        first, *_ = rows = [row for row in table if row["model"] == model]
-        rows = sorted(rows, key=lambda row: row["reward_alpha"])
+    rows = 1 + math.ceil(len(models) / 2)
+    figure = new_figure(9, 3 * rows + 0.6, title)
+    by_alpha, by_size = (figure.add_subplot(rows, 2, place) for place in (1, 2))
+    for place, model in enumerate(models, 3):
+        of_model = [row for row in table if row["model"] == model]
         keys = ("reward_alpha", "epic", "epic_low", "epic_high")
-        alpha, epic, low, high = ([row[key] for row in rows] for key in keys)
-        (line,) = ax.plot(alpha, epic, marker="o", ms=4, label=short(model))
-        ax.fill_between(alpha, low, high, color=line.get_color(), alpha=0.15, lw=0)
-        where = math.log10(first["parameters"])
-        ax_size.plot(where, first["epic"], "o", color=line.get_color(), label=short(model))
-        ax_size.vlines(where, first["epic_low"], first["epic_high"], color=line.get_color())
-        values = first["rewards"]
-        values = np.clip((values - values.mean()) / (values.std() or 1), -4, 4)
-        for which, name, color in ((good, "good", "tab:green"), (~good, "not good", "tab:red")):
-            bins = np.linspace(-4, 4, 41)
-            panel.hist(values[which], bins, density=True, color=color, alpha=0.5, label=name)
-        panel.set(title=short(model), xlabel="standardised reward", yticks=[])
-    ax.set(xlabel="alpha", ylabel="EPIC distance (band: 95 %)")
-    ax_size.set(xlabel="log10(parameters)", ylabel=f"EPIC, alpha {first['reward_alpha']:g}")
-    ax_size.margins(x=0.15)
-    save_with_legend(by_alpha, out / "epic_alpha.png")
-    save_with_legend(by_size, out / "epic_scaling.png")
-    save_with_legend(histograms, out / "histograms.png")
+        alpha, epic, low, high = np.array(sorted([row[key] for key in keys] for row in of_model)).T
+        by_alpha.plot(alpha, epic, marker="o", ms=4, label=short(model))
+        by_alpha.fill_between(alpha, low, high, alpha=0.15, lw=0)
+        first = of_model[0]
+        around = [[first["epic"] - first["epic_low"]], [first["epic_high"] - first["epic"]]]
+        by_size.errorbar(first["parameters"], first["epic"], around, fmt="o")
+        panel, both = (
+            figure.add_subplot(rows, 2, place),
+            [first["rewards"][x] for x in (good, ~good)],
+        )
+        look = {"color": ["tab:green", "tab:red"], "label": ["good", "not good"], "alpha": 0.5}
+        panel.hist(both, 40, density=True, histtype="stepfilled", **look)
+        panel.set(title=short(model), xlabel="reward", yticks=[])
+        panel.legend(frameon=False, fontsize="small")
+    by_alpha.set(xlabel="alpha", ylabel="EPIC distance (band: 95 %)")
+    by_size.set(xlabel="parameters", ylabel=f"EPIC, alpha {first['reward_alpha']:g}", xscale="log")
+    save_with_legend(figure, path)
 
 
 def draw_success(path, title, results):
@@ -129,24 +127,3 @@ def draw_success(path, title, results):
     ax.set(xlabel="successful steps of an episode, %", ylabel="episodes")
     ax.yaxis.get_major_locator().set_params(integer=True)
     save_with_legend(figure, path, columns=1)
-
-
-def draw_landscape(path, panels, columns):
-    """Draw rewards along one coordinate, one line per alpha (figure 2 of arXiv 2310.12921).
-
-    panels: [(title, x label, values [N], goal, {alpha: [N] rewards})], so many columns in a row.
-    """
-    rows = len(panels) // columns
-    figure = new_figure(4 * columns, 3.2 * rows + 0.6)
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for ax, (title, label, values, goal, rewards) in zip(axes, panels):
-        for k, (alpha, reward) in enumerate(rewards.items()):
-            rescaled = (reward - reward.min()) / (np.ptp(reward) or 1)
-            color = (0.1, 0.2 + 0.7 * k / len(rewards), 0.5)
-            ax.plot(values, rescaled, color=color, lw=1.4, label=f"alpha {alpha:g}")
-        ax.axvline(goal, color="tab:red", ls="--", lw=1)
-        ax.annotate("goal", (goal, 1.02), color="tab:red", ha="center", annotation_clip=False)
-        ax.set_title(title, size="medium")
-        ax.set(xlabel=label, ylabel="reward, rescaled", ylim=(-0.02, 1.1))
-        ax.locator_params(nbins=6)
-    save_with_legend(figure, path, columns=6)

@@ -7,6 +7,7 @@ import numpy as np
 
 import egl_render
 from clip_reward import UsageError
+from environments.judges import THRESHOLD
 from evaluation import figures
 from evaluation.datasets import labels_of, play, results_folder, write_csv
 from evaluation.runs import checkpoint_paths, load_run, make_scorer, task_of
@@ -38,11 +39,14 @@ def judge_episodes(source, data, task, labels):
     table = []
     for k in np.unique(data.episode).tolist():
         now = data.rows(k)
-        name = f"{source}, step {data.checkpoint_step[now[0]]}"
-        row = {"name": name, "episode": k, "good_steps": int(np.nansum(verdicts[now]))}
-        row["steps"] = int(np.isfinite(verdicts[now]).sum())
-        row["success"] = int(answers.get(k, data.episode_success(k, verdicts, own_rule)))
-        table += [row] if row["steps"] or k in answers else []
+        good, name = verdicts[now], f"{source}, step {data.checkpoint_step[now[0]]}"
+        good = good[np.isfinite(good)]
+        if k not in answers and not len(good):
+            continue
+        own = data.success[now[0]] if own_rule else -1  # by the task's own rule; -1: it has none
+        won = answers.get(k, own if own >= 0 else len(good) and good.mean() >= THRESHOLD)
+        counts = {"good_steps": int(good.sum()), "steps": len(good), "success": int(won)}
+        table.append({"name": name, "episode": k} | counts)
     return table, verdicts
 
 
@@ -87,14 +91,14 @@ def success(task, out, played, labels, videos):
         say(f"contact sheet: {out}/contact_sheet.png", f"judged video: {out}/episodes.mp4")
 
 
-def sheets(data, tasks, labels, count):
-    """Write contact sheets of 100 states, and for each task of `count` good states and `count`
-    others at random, in a new folder sheets."""
+def sheets(data, tasks, labels):
+    """Write contact sheets of 100 states, and for each task of 20 good states and 20 others at
+    random, in a new folder sheets."""
     rng, rows = np.random.default_rng(0), np.linspace(0, len(data) - 1, min(len(data), 100))
     shown = {"states": (rows.astype(int), [None] * len(data))}
     for task in tasks:
         values, _ = labels_of(labels, data, task)
-        both = [rng.permutation(np.flatnonzero(values == which))[:count] for which in (1, 0)]
+        both = [rng.permutation(np.flatnonzero(values == which))[:20] for which in (1, 0)]
         shown[task.name] = np.concatenate(both), values == 1
         good, known = (values == 1).sum(), np.isfinite(values).sum()
         say(f"{task.name}: {good} of {known} are good. {task.criterion}")

@@ -3,7 +3,7 @@
 Y: the picture meets the task's criterion, N: it does not, S: leave it for the end, U: undo. Every
 answer is in the file before the next picture comes, and the same command continues where the last
 one stopped. The page listens on 127.0.0.1 and loads nothing from anywhere else. What the judge says
-is shown only at the end, or a person would learn to agree with it.
+is not shown, or a person would learn to agree with it.
 """
 
 import base64
@@ -36,7 +36,7 @@ class Session:
             raise UsageError(f"{dataset.path} has single states and no episodes: --unit frame")
         units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
         self.order = random.Random(dataset.path.stem).sample(units, len(units))[:count]
-        known = read_labels(path, dataset, task.name, needed=False) if self.path.exists() else {}
+        known = read_labels(path, dataset, task.name) if self.path.exists() else {}
         asked = set(self.order)
         # what was answered, or skipped (None), the last at the end
         self.answers = {k: label for k, label in known.get(unit, {}).items() if k in asked}
@@ -71,14 +71,6 @@ class Session:
         rows = [row for row in rows if ours.items() - row.items()]
         rows += [] if label is None else [ours | {"label": int(label)}]
         write_csv(self.path, columns, rows)
-
-    def agreement(self):
-        """Say how the judge agrees with the answers."""
-        judge, count = self.task.judge(self.dataset.states), len(self.answers)
-        if self.unit == "episode":
-            judge = {k: self.dataset.episode_success(k, judge) for k in self.answers}
-        same = sum(label == judge[k] for k, label in self.answers.items())
-        return f"You and the judge agree on {100 * same / count:.0f} % ({same} of {count})."
 
     def image(self, index, render):
         """Return HTML of a frame as PNG or of an episode as looping WebP, ten frames a second."""
@@ -116,7 +108,7 @@ def make_page(gradio, session, drawing, scorer):
         todo, count = session.todo(), len(session.order)
         words = f"**{count - len(todo)} of {count}**"
         if not todo:
-            end = f"All {count} are labelled. {session.agreement()} You can close this page."
+            end = f"All {count} are labelled. You can close this page."
             return f"<h2 data-index=-1>{end}</h2>", words
         now, *_ = [image(index) for index in todo[:2]]  # the next one while this is looked at
         return now.result(), words
@@ -144,9 +136,8 @@ def make_page(gradio, session, drawing, scorer):
     return page
 
 
-def serve(session, port=None):
-    """Serve the page until Ctrl-C, on this port of 127.0.0.1 or a free one. Raises UsageError
-    without gradio or for a port that is taken."""
+def serve(session):
+    """Serve the page on a free port of 127.0.0.1 until Ctrl-C. Raises UsageError without gradio."""
     # no telemetry; `launch` returns at once, and checks without a proxy that the page is up
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "no", "GRADIO_DEBUG": "0", "no_proxy": "127.0.0.1"}
     try:
@@ -157,24 +148,19 @@ def serve(session, port=None):
     fonts = [gradio.themes.Font("sans-serif")]  # the default ones are fetched
     options = {"theme": gradio.themes.Default(font=fonts, font_mono=fonts), "css": CSS}
     options |= {"head": HEAD, "footer_links": [], "run_history": False, "ssr_mode": False}
-    options |= {"share": False, "server_name": "127.0.0.1", "server_port": port, "quiet": True}
+    options |= {"share": False, "server_name": "127.0.0.1", "quiet": True}
     total, dataset = len(session.order), session.dataset
     say(f"labelling {session.unit}s of {dataset.path} for {session.task.name}: "
         f"{len(session.answers)} of {total} are done; starting")  # fmt: skip
     with ThreadPoolExecutor(1) as drawing:  # a GL context belongs to one thread
         pictures = drawing.submit(make_scorer, dataset.args).result()
         page = make_page(gradio, session, drawing, pictures)
-        try:  # show_error: of an answer that could not be saved
-            page.launch(prevent_thread_lock=True, show_error=True, **options)
-        except OSError as error:
-            raise UsageError(f"--port {port} is taken; leave it out to find a free one") from error
+        # show_error: of an answer that could not be saved
+        page.launch(prevent_thread_lock=True, show_error=True, **options)
         say(f"open {page.local_url} and answer by key; Ctrl-C ends")
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
             page.close(verbose=False)
         drawing.submit(pictures.close).result()
-    left = len(session.todo())
-    say(f"{total - left} of {total} labelled, in {session.path}")
-    if not left:
-        say(session.agreement())
+    say(f"{total - len(session.todo())} of {total} labelled, in {session.path}")

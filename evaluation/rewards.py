@@ -15,17 +15,8 @@ from tqdm import tqdm
 import clip_reward
 from clip_reward import UsageError
 from evaluation.runs import script_of
-from training.workers import Pool
 
 Alphas = tuple[Annotated[float, Interval(ge=0, le=1)], ...]
-
-
-def check_distinct(**flags):
-    """Raise UsageError for a flag with nothing to compare, or with one thing twice."""
-    for name, given in flags.items():
-        if not given or len(set(given)) < len(given):
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} {' '.join(map(str, given))}: none, or one named twice")
 
 
 @dataclass
@@ -33,6 +24,8 @@ class Rewards(clip_reward.RewardArgs):
     """Each picture is embedded once by each model. Prompts that are not given are the task's."""
 
     reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
+    reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()  # the first GPU, or the CPU
+    worker_timeout: tyro.conf.Suppress[int] = 600
     reward_alpha: Alphas = (0.0, 0.25, 0.5, 0.75, 1.0)
     """strengths of goal-baseline regularisation to compare"""
     clip_model: tuple[str, ...] = ("ViT-bigG-14/laion2b_s39b_b160k",)
@@ -42,7 +35,8 @@ class Rewards(clip_reward.RewardArgs):
     def models(self, target_prompt, baseline_prompt):
         """Return the RewardArgs of each model, checked, with the largest alpha and with these
         prompts where none were given."""
-        check_distinct(reward_alpha=self.reward_alpha, clip_model=self.clip_model)
+        if not self.reward_alpha or not self.clip_model:
+            raise UsageError("--reward-alpha, --clip-model: one of them has no value")
         values = vars(self) | {"reward_alpha": max(self.reward_alpha)}
         if not self.target_image:
             values["target_prompt"] = self.target_prompt or tuple(target_prompt)
@@ -87,36 +81,24 @@ class Variants(torch.nn.Module):
 
 
 def score(model: clip_reward.RewardArgs, goals, alphas, args, states):
-    """Draw states [N, S] as a script does with `args` and score them -> [N, V, goals, alphas]
-    float32: on the devices of training, or few states in this process, where workers would take
-    longer to start."""
+    """Draw states [N, S] as a script does with `args` and score them on one device -> [N, V, goals,
+    alphas] float32."""
     make_renderer = functools.partial(script_of(args).make_renderer, args)
     make_reward = functools.partial(Variants, args=model, goals=goals, alphas=alphas)
-    size, devices = max(1, model.clip_batch_size // args.views), model.devices()
-    if len(states) <= 2000 and not model.reward_devices:
-        scorer, once = clip_reward.Scorer(make_renderer, make_reward, devices[0]), size
-
-        def score_some(part):
-            return scorer.score(part)[0]
-    else:
-        scorer = Pool(make_renderer, make_reward, devices, size, model.worker_timeout)
-        score_some, once = scorer.score, 8 * size * max(1, len(scorer.workers))
-    parts = [states[start : start + once] for start in range(0, len(states), once)]
+    size = max(1, model.clip_batch_size // args.views)
+    starts = tqdm(range(0, len(states), size), f"{size} states each", disable=None)
+    scorer = clip_reward.Scorer(make_renderer, make_reward, model.devices()[0])
     with contextlib.closing(scorer):
-        rewards = [score_some(part) for part in tqdm(parts, f"{once} states each", disable=None)]
-    return np.concatenate(rewards)
+        return np.concatenate([scorer.score(states[k : k + size])[0] for k in starts])
 
 
 def count_parameters(name):
     """Return how many parameters a model has, without its weights. Raises UsageError."""
     import open_clip
 
-    options = {"load_weights": False, "pretrained_text": False, "device": "meta"}
-    before = logging.root.manager.disable
     logging.disable()  # open_clip warns of random weights; these are none at all
-    try:
-        with torch.device("meta"):
-            model = open_clip.create_model(clip_reward.resolve(name)[0], **options)
-    finally:
-        logging.disable(before)
+    options = {"load_weights": False, "pretrained_text": False, "device": "meta"}
+    with torch.device("meta"):
+        model = open_clip.create_model(clip_reward.resolve(name)[0], **options)
+    logging.disable(logging.NOTSET)
     return sum(weights.numel() for weights in model.parameters())

@@ -16,7 +16,6 @@ import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError, first_line
 from environments import judges
-from environments.classic import CLASSIC_STATE_SIZES
 from training.run import checkpoints, load_checkpoint, saved_flags
 
 SCRIPTS = {script.__name__: script for script in (sac, dqn)}
@@ -44,11 +43,10 @@ def find_script(name, own, where):
     sys.path.append(str(path.resolve().parent))  # where reward workers look for it, too
     try:
         script = importlib.import_module(path.stem)
-        same = path.samefile(script.__file__)
+        if not path.samefile(script.__file__):
+            raise ImportError(f"{script.__file__} has the same name; rename the copy")
     except Exception as error:  # whatever somebody's file raises
         raise UsageError(f"--script {path}: {first_line(error)}") from error
-    if not same:
-        raise UsageError(f"--script {path}: {script.__file__} has the same name; rename the copy")
     return script
 
 
@@ -58,32 +56,23 @@ def script_of(args):
 
 
 def args_of(saved, where, own):
-    """Return a script's Args from saved flags, {name: value} with "script", and the length of its
-    task's states, None if that is not known. Raises UsageError for other flags, a task that the
-    script does not have or that has no states, and code that `own` does not name."""
+    """Return a script's Args from saved flags, {name: value} with "script". Raises UsageError for
+    other flags, and for code that `own` does not name."""
     flags = dict(saved)
     script = find_script(str(flags.pop("script", "")), own, where)
-    if foreign := ", ".join(flags.keys() - vars(script.Args()).keys()):
-        raise UsageError(f"{where} is of another script or version: it has {foreign}")
     try:
         args = script.Args(**flags)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{where} is damaged: {' '.join(str(error).split())}") from error
+        problem = " ".join(str(error).split())
+        raise UsageError(f"{where} is damaged or of another version: {problem}") from error
     if ":" in args.env_id and args.env_id != own.env_id:
         raise UsageError(f"{where}: its task is code; to run it, type --env-id {args.env_id}")
-    if script is dqn and args.env_id not in dqn.TASKS:
-        raise UsageError(f"{where}: DQN has no task {args.env_id}")
-    if args.env_id in CLASSIC_STATE_SIZES or not hasattr(script, "describe_env"):
-        return args, CLASSIC_STATE_SIZES.get(args.env_id)
-    state = script.describe_env(args.env_id)
-    if state is None:
-        raise UsageError(f"{where}: {args.env_id} has no states to draw pictures from")
-    return args, len(state)
+    return args
 
 
 def load_run(folder, own=None):
     """Return the Args of a run. Raises UsageError, as `args_of`."""
-    args, _ = args_of(saved_flags(folder), folder, own or Own())
+    args = args_of(saved_flags(folder), folder, own or Own())
     if hasattr(args, "terminate"):
         args.terminate = False  # whatever it learned by, it is judged on whole episodes
     return args
@@ -153,6 +142,8 @@ def rollout(args, path, seeds, explore=False):
         else:
             actions = network.best_actions(observations)
         observations, rewards, _, _, infos = envs.step(actions)
+        if "states" not in infos:
+            raise UsageError(f"{args.env_id} has no states to draw pictures from")
         steps.append((np.stack(infos["states"]).astype(np.float64), rewards))
     envs.close()
     states, env_reward = (np.concatenate(np.stack(column, 1)) for column in zip(*steps))

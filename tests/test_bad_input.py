@@ -167,12 +167,10 @@ epic --dataset /nowhere.npz                 | /nowhere.npz
 epic --dataset {readme}                     | README.md
 epic --dataset {data} --clip-model=         | --clip-model
 epic --dataset {data} --clip-model local-dir:tiny_clip --reward-alpha 2 | reward_alpha
-epic --dataset {data} --clip-model local-dir:tiny_clip --reward-devices meta | meta
 epic --dataset {data} --clip-model local-dir:tiny_clip --labels /nowhere.csv | /nowhere.csv
 epic --dataset {data} --clip-model local-dir:tiny_clip --judge flying | flying
 epic --dataset {data} --clip-model local-dir:tiny_clip --clip-batch-size 0 | clip_batch_size
 sheet --dataset {data} --judge flying       | flying
-sheet --dataset {data} --count -1           | count
 success                                     | --run
 success --run /nowhere                      | /nowhere
 success --run {run} --dataset {data}        | either
@@ -182,13 +180,10 @@ success --run {run} --episodes 0            | episodes
 success --run {run} --episodes {huge}       | episodes
 success --run {run} --videos -1             | videos
 page --run /nowhere                         | /nowhere
-landscape --points 0                        | points
 landscape --clip-model local-dir:tiny_clip --render-size 100000 | render_size
 landscape --clip-model local-dir:/nowhere   | /nowhere
 label /nowhere.npz                          | /nowhere.npz
 label {data} --unit word                    | --unit
-label {data} --port -1                      | port
-label {data} --port 70000                   | port
 label {data} --count 0                      | count
 """,
 }
