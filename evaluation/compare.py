@@ -33,8 +33,8 @@ def compare(data, rows, truth, models, goals, alphas, camera_sets, resamples):
     table, kinds = [], {"auc": (auc, good), "epic": (epic_distance, truth)}
     for model in models:
         scores = score(model, goals, alphas, data.args, data.states[rows])  # [K, V, goals, alphas]
-        variants = itertools.product(camera_sets, enumerate(goals), enumerate(alphas))
-        for cameras, (g, goal), (a, alpha) in variants:
+        variants = camera_sets, enumerate(goals), enumerate(alphas)
+        for cameras, (g, goal), (a, alpha) in itertools.product(*variants):
             rewards = scores[:, cameras, g, a].mean(1).astype(np.float64)
             row = {"model": model.clip_model, "prompt": ", ".join(goal), "reward_alpha": alpha}
             row["camera_azimuth"] = " ".join(f"{azimuths[v]:g}" for v in cameras if azimuths)
@@ -49,17 +49,9 @@ def say_table(table, last, words):
     """Print rows of `compare`; each line ends with `words`, filled in from its row."""
     say(f"{'AUC (95 % interval)':24} {'EPIC (95 % interval)':24} alpha  {last}")
     for row in table:
-        cells = [
-            f"{row[x]:.3f} ({row[x + '_low']:.3f} to {row[x + '_high']:.3f})"
-            for x in ("auc", "epic")
-        ]
-        say(f"{cells[0]:24} {cells[1]:24} {row['reward_alpha']:5.2f}  {words.format(**row)}")
-
-
-def save_table(path, table, **about):
-    """Write rows of `compare` as CSV, each with what they are about."""
-    rows = [about | {name: row[name] for name in row if name != "rewards"} for row in table]
-    write_csv(path, list(rows[0]), rows)
+        auc_cell = "{auc:.3f} ({auc_low:.3f} to {auc_high:.3f})".format(**row)
+        epic_cell = "{epic:.3f} ({epic_low:.3f} to {epic_high:.3f})".format(**row)
+        say(f"{auc_cell:24} {epic_cell:24} {row['reward_alpha']:5.2f}  {words.format(**row)}")
 
 
 def words_for(data, task):
@@ -77,11 +69,12 @@ def epic(data, task, labels, reward):
     say(f"{words}, labels: {labels}, above their mean: {100 * good.mean():.1f} %")
     table = compare(data, rows, truth, models, [goal], reward.reward_alpha, cameras, 1000)
     sizes = {model.clip_model: count_parameters(model.clip_model) for model in models}
-    table = [row | {"parameters": sizes[row["model"]]} for row in table]
+    about = {"dataset": data.path.stem, "labels": labels, "task": task and task.name}
+    about["states"] = len(rows)
+    table = [about | row | {"parameters": sizes[row["model"]]} for row in table]
     say_table(table, f"{'parameters':>12}  model", "{parameters:12,}  {model}")
     out = results_folder(data.folder / f"epic_{Path(labels).stem}")
-    about = {"dataset": data.path.stem, "labels": labels, "task": task and task.name}
-    save_table(out / "epic.csv", table, **about, states=len(rows))
+    write_csv(out / "epic.csv", [name for name in table[0] if name != "rewards"], table)
     title = f"{data.path.stem}, labels: {Path(labels).stem}"
     figures.draw_epic(out / "epic.png", title, table, good)
     say(f"wrote {out}/epic.csv, epic.png")
@@ -103,7 +96,7 @@ def prompts(data, task, labels, reward, out):
     say(f"{task.name}: {len(rows)} states, {good.sum()} of them good ({labels})")
     columns = f"{'azimuth':11}  prompt, model"
     say_table(table[:20], columns, "{camera_azimuth:11}  {prompt}, {model}")
-    save_table(out / "prompts.csv", table)
+    write_csv(out / "prompts.csv", [name for name in best if name != "rewards"], table)
     seen = tuple(map(float, best["camera_azimuth"].split()))
     data.args = replace(data.args, camera_azimuth=seen)
     order = np.argsort(-best["rewards"], kind="stable")

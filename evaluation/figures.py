@@ -60,7 +60,7 @@ def judged_video(episodes):
     return np.stack([grid([moment(e, t) for e in episodes], columns) for t in range(length)])
 
 
-def new_figure(width=5.2, height=3.6, title=None):
+def new_figure(width, height, title=None):
     """Make a matplotlib Figure of this size in inches."""
     from matplotlib.figure import Figure  # takes half a second
 
@@ -120,7 +120,7 @@ def draw_success(path, title, results):
 
     results: {name: [N] share of good steps in an episode} of each policy.
     """
-    figure = new_figure(title=title)
+    figure = new_figure(5.2, 3.6, title)
     ax = figure.subplots()
     ax.hist([100 * np.array(x) for x in results.values()], range(0, 101, 5), label=list(results))
     ax.axvline(100 * THRESHOLD, color="0.5", ls="--", lw=1)
