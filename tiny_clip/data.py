@@ -167,11 +167,14 @@ def _family(concepts):
     return np.array([1.0 if concept in concepts else 0.15 for concept in CONCEPTS])
 
 
+AT_REST = ("standing", "kneeling", "lying_back", "lying_front")
+
+
 def truth_of(names, qpos):
     """How true each concept is of states qpos [B, 24] float64, and where that is known: truth [B,
     C], weight [B, C], float64 in [0, 1]. names [B] str: which pose of the library each was sampled
     from, or "various"."""
-    names, facts, labels = np.asarray(names), poses.describe(qpos), poses.label(qpos)
+    names, facts = np.asarray(names), poses.describe(qpos)
     d = degrees(facts)
     truth = np.array([_row(name) for name in names])
     weight = np.tile(_family(HUMANOID_CAPTIONS), (len(qpos), 1))
@@ -181,11 +184,13 @@ def truth_of(names, qpos):
     unnamed, falling, contorted = (names == kind for kind in ("various", "falling", "contorted"))
     various = unnamed | falling | contorted
     geometry = {concept: d[concept] for concept in ("lying", "lying_back", "lying_front")}
-    geometry["falling"] = np.where(unnamed, labels == "falling", falling)
+    falls = poses.is_pose("falling", facts) & (facts["up"] <= 0.85)  # or it may yet catch itself
+    rests = [poses.is_pose(name, facts) for name in AT_REST]
+    geometry["falling"] = np.where(unnamed, falls, falling)
     low_knees = np.maximum(facts["right_knee"], facts["left_knee"]) < 0.2
     half_down = (facts["pelvis"] > 0.2) & (facts["pelvis"] < 0.75)
     doubt = dict(
-        falling=np.where(unnamed, labels == "other", contorted),
+        falling=np.where(unnamed, ~(np.any(rests, 0) | falls), contorted),
         contorted=unnamed | falling,
         sitting=d["seated"] > 0.1,
         squatting=(facts["up"] > 0.4) & half_down,
@@ -196,22 +201,6 @@ def truth_of(names, qpos):
     for concept, column in doubt.items():
         weight[various & column, CONCEPTS.index(concept)] = 0
     return truth, weight
-
-
-# Share of the pictures by where their state comes from, and of the samples by pose.
-SOURCES = dict(sample=0.14, blend=0.05, detour=0.04, half=0.09, near=0.12, scattered=0.20,
-               rollout=0.04, policy=0.32)  # fmt: skip
-POSE_WEIGHTS = dict(kneeling=4, standing=3, contorted=3, lotus=2, splits=2, arms_raised=2,
-                    falling=2, hands_on_hips=1.5, arms_crossed=1.5, one_leg=1.5, lying_back=1.5,
-                    lying_front=1.5, squatting=2, sitting=1.5, crawling=1.5)  # fmt: skip
-BLEND_GOALS = ("kneeling", "kneeling", "lotus", "splits", "arms_raised", "hands_on_hips",
-               "arms_crossed", "one_leg")  # fmt: skip
-DETOUR_STARTS = ("lying_back", "lying_front", "falling", "contorted", "contorted", "sitting",
-                 "crawling", "squatting")  # fmt: skip
-SCATTER_GOALS = ("kneeling", "kneeling", "lotus", "lotus", "splits", "arms_raised",
-                 "hands_on_hips", "arms_crossed", "one_leg", "standing")  # fmt: skip
-HALF_STARTS = ("standing", "standing", "standing", "standing", "squatting", "kneeling", "sitting",
-               "arms_raised", "falling")  # fmt: skip
 
 
 def _turned(qpos, rng, facing=0.6):
@@ -247,38 +236,37 @@ def policy_states(held_out=False):
 def draw_states(rng, count):
     """States of every kind and what is true of them: qpos [count, 24], truth [count, C], weight
     [count, C], all float64."""
-    names = list(POSE_WEIGHTS)
-    share = np.array(list(POSE_WEIGHTS.values()), float)
-    parts = []
-    todo = {source: round(part * count) for source, part in SOURCES.items()}
-    drawn = rng.choice(len(names), todo["sample"], p=share / share.sum())
-    for index, name in enumerate(names):
-        n = int((drawn == index).sum())
+    source, parts = poses.SOURCES, []
+    todo = {kind: round(share * count) for kind, share in source["shares"].items()}
+
+    def one_of(names):
+        return names[rng.integers(len(names))]
+
+    def state_of(kind):
+        return poses.sample(one_of(source[kind]), rng)[0]
+
+    share = np.array(list(source["poses"].values()))
+    drawn = rng.choice(len(share), todo["sample"], p=share / share.sum())
+    for name, n in zip(source["poses"], np.bincount(drawn, minlength=len(share))):
         if n:
             qpos = _turned(poses.sample(name, rng, n), rng)
             parts.append((qpos, *truth_of([name] * n, qpos)))
     for _ in range(0, todo["blend"], 6):
-        goal, t = BLEND_GOALS[rng.integers(len(BLEND_GOALS))], np.sort(rng.uniform(0, 1, 6))
+        goal, t = one_of(source["goals"]), np.sort(rng.uniform(0, 1, 6))
         qpos = _turned(poses.blend(goal, rng, t), rng)
         parts.append((qpos, *_path_truth("standing", goal, t, qpos)))
     for _ in range(0, todo["detour"], 4):
-        start = DETOUR_STARTS[rng.integers(len(DETOUR_STARTS))]
-        goal, t = BLEND_GOALS[rng.integers(len(BLEND_GOALS))], np.sort(rng.uniform(0, 1, 4))
-        ends = poses.sample(start, rng)[0], poses.sample(goal, rng)[0]
+        start, goal = one_of(source["detour_starts"]), one_of(source["goals"])
+        t, ends = np.sort(rng.uniform(0, 1, 4)), [poses.sample(x, rng)[0] for x in (start, goal)]
         qpos = _turned(poses.path(*ends, t), rng)
         # squared: half way out of a heap on the floor hardly anything of the goal can be seen
         parts.append((qpos, *_path_truth(start, goal, t**2, qpos)))
-
-    def one_of(names):
-        return poses.sample(names[rng.integers(len(names))], rng)[0]
-
     halves = [
-        poses.half(one_of(HALF_STARTS), one_of(BLEND_GOALS), rng) for _ in range(todo["half"])
+        *(poses.half(state_of("half_starts"), state_of("goals"), rng) for _ in range(todo["half"])),
+        *(poses.near(state_of("goals"), rng) for _ in range(todo["near"])),
+        *(poses.scattered(state_of("scattered"), rng) for _ in range(todo["scattered"])),
     ]
-    halves += [poses.near(one_of(BLEND_GOALS), rng) for _ in range(todo["near"])]
-    halves += [poses.scattered(one_of(SCATTER_GOALS), rng) for _ in range(todo["scattered"])]
-    episodes = poses.rollout_states(rng, max(2, todo["rollout"] // 40 // 2 * 2))
-    rolled = episodes.reshape(-1, 24)
+    rolled = poses.rollout_states(rng, max(2, todo["rollout"] // 40 // 2 * 2)).reshape(-1, 24)
     rolled = rolled[rng.choice(len(rolled), min(todo["rollout"] + 12, len(rolled)), replace=False)]
     played = rng.choice(policy_states(), todo["policy"], axis=0)
     various = np.concatenate([_turned(np.stack(halves), rng), rolled, _turned(played, rng)])

@@ -3,7 +3,7 @@
     qpos = sample("kneeling", np.random.default_rng(0), n=8)  # [8, 24] settled on the floor
     path = blend("splits", rng, np.linspace(0, 1, 6))         # [6, 24] from standing to the pose
     walk = rollout_states(rng, n_episodes=4)                  # [4, 100, 24] of random policies
-    facts, names = describe(qpos), label(qpos)
+    kneels = is_pose("kneeling", describe(qpos))              # [8] bool
 
 A pose is a few templates (poses.toml): joint angles in degrees as humanoid.xml names them, which
 every sample jitters, mirrors half of the time, puts on the floor and lets settle in MuJoCo with the
@@ -21,7 +21,7 @@ import numpy as np
 
 HUMANOID_XML = str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml")
 WORDS = tomllib.loads(Path(__file__).with_name("poses.toml").read_text())
-TASKS, ARMS, TEMPLATES = WORDS.values()  # TASKS: {pose: the paper's prompt}
+TASKS, ARMS, TEMPLATES, CHECKS, WIDER, SOURCES = WORDS.values()  # TASKS: {pose: paper's prompt}
 POSE_NAMES = (*TASKS, "lying_back", "lying_front", "squatting", "sitting", "crawling", "falling",
               "contorted")  # fmt: skip
 JOINTS = [f"abdomen_{axis}" for axis in "zyx"]  # and the legs, in the order of qpos[7:18]
@@ -146,10 +146,10 @@ def _settled(name, rng, tries=200):
             qpos = put_down(data.qpos.copy())
         facts = describe(qpos[None])
         if name == "contorted":
-            good = not any(check(facts)[0] for check in LOOKS_LIKE.values())
+            good = not any(within(limits, facts)[0] for limits in (CHECKS | WIDER).values())
         else:
             moved = np.abs(qpos[7:] - start[7:]).max()
-            good = CHECKS[name](facts)[0] and moved < np.radians(25)
+            good = is_pose(name, facts)[0] and moved < np.radians(25)
         if good:
             return qpos
     raise RuntimeError(f"no sample of {name!r} passed its check in {tries} tries")
@@ -323,80 +323,23 @@ def describe(qpos):
     return facts
 
 
-def _both(facts, part, low=-np.inf, high=np.inf):
-    """Whether a fact of the left and of the right side lies in [low, high]: bool [B]."""
-    right, left = facts[f"right_{part}"], facts[f"left_{part}"]
-    return (np.minimum(right, left) >= low) & (np.maximum(right, left) <= high)
+def within(limits, facts):
+    """Whether states with these facts lie within limits, {fact: (low, high)} of both sides unless
+    one is named: bool [B]."""
+    facts = dict(facts, lift=abs(facts["right_foot"] - facts["left_foot"]))
+    facts["hands_y"] = facts["right_hand_y"] + facts["left_hand_y"]
+    for side in ("right", "left"):
+        facts[f"{side}_shin"] = facts[f"{side}_foot_fwd"] - facts[f"{side}_knee_fwd"]
+    good = np.ones(len(facts["up"]), bool)
+    for fact, (low, high) in limits.items():
+        for name in {fact, f"right_{fact}", f"left_{fact}"} & facts.keys():
+            good &= (low <= facts[name]) & (facts[name] <= high)
+    return good
 
 
-def _upright(f):
-    return (f["up"] > 0.9) & (f["torso"] > 1.15) & (f["pelvis"] > 0.75) & (f["off"] < 0.12)
-
-
-def _on_feet(f):
-    return _upright(f) & _both(f, "foot", high=0.05)
-
-
-def _hips(f):
-    return (_both(f, "hand_x", -0.12, 0.12) & _both(f, "hand_y", 0.12, 0.3)
-            & _both(f, "hand_z", -0.45, -0.25))  # fmt: skip
-
-
-def _crossed(f):  # each hand on the other one's side
-    return (_both(f, "hand_y", high=0.03) & (f["right_hand_y"] + f["left_hand_y"] < -0.04)
-            & _both(f, "hand_z", -0.25, 0.2))  # fmt: skip
-
-
-def _seated(f):
-    return (f["up"] > 0.8) & (f["pelvis"] < 0.15)
-
-
-# What a state must satisfy to be that pose; sample() keeps nothing else.
-CHECKS = {
-    "standing": lambda f: _on_feet(f) & _both(f, "hand_z", high=0.2) & ~_hips(f) & ~_crossed(f),
-    "arms_raised": lambda f: _on_feet(f) & _both(f, "hand_z", low=0.3) & (f["up"] > 0.93),
-    "hands_on_hips": lambda f: _on_feet(f) & _hips(f),
-    "arms_crossed": lambda f: _on_feet(f) & _crossed(f),
-    "one_leg": lambda f: _upright(f) & (abs(f["right_foot"] - f["left_foot"]) > 0.15),
-    "kneeling": lambda f: (f["up"] > 0.85) & _both(f, "knee", high=0.06)
-    & _both(f, "foot", high=0.08) & _both(f, "knee_out", high=0.3)
-    & (f["right_foot_fwd"] < f["right_knee_fwd"] - 0.2)
-    & (f["left_foot_fwd"] < f["left_knee_fwd"] - 0.2),
-    "lotus": lambda f: _seated(f) & _both(f, "knee", high=0.18) & _both(f, "foot", high=0.12)
-    & _both(f, "knee_out", low=0.25) & _both(f, "foot_out", -0.15, 0.17),
-    "splits": lambda f: _seated(f) & _both(f, "foot", high=0.06) & _both(f, "foot_out", low=0.6),
-    "lying_back": lambda f: (f["front"] > 0.8) & (f["torso"] < 0.2) & (f["pelvis"] < 0.2),
-    "lying_front": lambda f: (f["front"] < -0.8) & (f["torso"] < 0.25) & (f["pelvis"] < 0.25),
-    "squatting": lambda f: (f["up"] > 0.55) & (f["pelvis"] > 0.15) & (f["pelvis"] < 0.65)
-    & (f["rest"] > 0.08) & _both(f, "foot", high=0.05) & (f["off"] < 0.15),
-    "sitting": lambda f: _seated(f) & _both(f, "foot_fwd", low=0.45)
-    & _both(f, "foot_out", high=0.5),
-    "crawling": lambda f: (f["front"] < -0.75) & _both(f, "knee", high=0.06)
-    & _both(f, "hand", high=0.06) & (f["torso"] > 0.35) & (f["pelvis"] > 0.35),
-    "falling": lambda f: (f["off"] > 0.2) & (f["pelvis"] > 0.4) & (f["rest"] > 0.2)
-    & _both(f, "knee", low=0.15),
-}  # fmt: skip
-
-# Wider than CHECKS: what "contorted" must not be mistaken for.
-LOOKS_LIKE = CHECKS | {
-    "standing": lambda f: (f["up"] > 0.7) & (f["torso"] > 0.9),
-    "kneeling": lambda f: (f["up"] > 0.6) & _both(f, "knee", high=0.12),
-    "sitting": lambda f: (f["up"] > 0.7) & (f["pelvis"] < 0.2),
-    "lying": lambda f: (abs(f["front"]) > 0.7) & (f["torso"] < 0.3) & (f["pelvis"] < 0.3),
-    "crawling": lambda f: (f["front"] < -0.6) & _both(f, "knee", high=0.12)
-    & _both(f, "hand", high=0.12),
-}  # fmt: skip
-
-
-def label(qpos):
-    """Names for states qpos [B, 24] of rollouts: str array [B].
-
-    "standing" (arms neither raised, crossed nor on the hips), "kneeling", "lying_back",
-    "lying_front" or "falling" where the geometry leaves no doubt, "other" where it does.
-    """
-    f = describe(qpos)
-    names = np.full(len(f["up"]), "other", "<U11")
-    for name in ("standing", "kneeling", "lying_back", "lying_front", "falling"):
-        names[CHECKS[name](f)] = name
-    names[(names == "falling") & (f["up"] > 0.85)] = "other"  # it may yet catch itself
-    return names
+def is_pose(name, facts):
+    """Whether states with these facts are a pose without any doubt: bool [B]."""
+    good = within(CHECKS[name], facts)
+    if name == "standing":
+        good &= ~(is_pose("hands_on_hips", facts) | is_pose("arms_crossed", facts))
+    return good
