@@ -23,6 +23,7 @@ import torch
 from scipy import stats
 
 from environments import classic as task_pictures
+from evaluation import metrics
 from tiny_clip import classic, data, poses
 # isort: on
 
@@ -63,20 +64,18 @@ def auc(scores, truth, weight):
     """Area under the ROC curve of one concept's scores [B]: the chance that a state of which it is
     true (truth [B] from 0.6) scores above one of which it is not (to 0.3). What lies between, and
     where it is not known (weight [B] not 1), is left out. nan without one of the two."""
-    true, false = (weight == 1) & (truth >= 0.6), (weight == 1) & (truth <= 0.3)
-    pairs = true.sum() * false.sum()
-    return stats.mannwhitneyu(scores[true], scores[false]).statistic / pairs if pairs else np.nan
+    known = (weight == 1) & ((truth >= 0.6) | (truth <= 0.3))
+    return metrics.auc(scores[known], truth[known] >= 0.6)
 
 
-def draw(qpos, scene="canonical", camera="paper", size=64, quality="light"):
+def paper_camera(azimuth):
+    return dataclasses.replace(egl_render.PAPER_CAMERA, azimuth=azimuth)
+
+
+def draw(qpos, scene="canonical", size=64, camera=egl_render.PAPER_CAMERA, quality="light"):
     """Frames [B, size, size, 3] uint8 of positions [B, 24] at rest, in the "canonical" or "plain"
-    scene, seen by the "paper" or "default" camera or the paper's at another azimuth (degrees)."""
-    if camera == "default":
-        view = data.environment_camera()
-    else:
-        azimuth = egl_render.PAPER_CAMERA.azimuth if camera == "paper" else camera
-        view = dataclasses.replace(egl_render.PAPER_CAMERA, azimuth=azimuth)
-    renderer = egl_render.MujocoRenderer(data.scene_model(scene, None), size, view, quality)
+    scene."""
+    renderer = egl_render.MujocoRenderer(data.scene_model(scene, None), size, camera, quality)
     frames = renderer.render(np.pad(qpos, ((0, 0), (0, 23))))
     renderer.close()
     return frames
@@ -93,25 +92,24 @@ def pose_figures(judge, count, size):
     """How well each prompt tells its pose, by `count` samples of each and as many rollout states as
     of three: (Markdown, promises not kept)."""
     rng = np.random.default_rng(SEED)
-    qpos = [poses.sample(name, rng, count) for name in poses.POSE_NAMES]
+    samples = [poses.sample(name, rng, count) for name in poses.POSE_NAMES]
     rolled = poses.rollout_states(rng, 12)[:, :: max(1, 400 // count)].reshape(-1, 24)
-    names = np.array([*np.repeat(poses.POSE_NAMES, count), *["various"] * len(rolled)])
-    qpos = np.concatenate([*qpos, rolled])
+    names = [*np.repeat(poses.POSE_NAMES, count), *["various"] * len(rolled)]
+    qpos = np.concatenate([*samples, rolled])
     truth, weight = data.truth_of(names, qpos)
-    looks = {
-        f"textured, {size} px": ("canonical", "paper", size, "light"),
-        f"plain, {size} px": ("plain", "paper", size, "light"),
-        f"plain, default camera, {size} px": ("plain", "default", size, "light"),
-        f"textured, azimuth 90, {size} px": ("canonical", 90, size, "light"),
-        f"textured, azimuth 225, {size} px": ("canonical", 225, size, "light"),
-        "textured, 480 px, full": ("canonical", "paper", 480, "full"),
+    looks = {  # every so many states, and arguments of draw
+        f"textured, {size} px": (1, "canonical", size),
+        f"plain, {size} px": (1, "plain", size),
+        f"plain, default camera, {size} px": (1, "plain", size, data.environment_camera()),
+        f"textured, azimuth 90, {size} px": (1, "canonical", size, paper_camera(90)),
+        f"textured, azimuth 225, {size} px": (1, "canonical", size, paper_camera(225)),
+        "textured, 480 px, full": (5, "canonical", 480, egl_render.PAPER_CAMERA, "full"),  # slow
     }
-    every = {look: 5 if how[-1] == "full" else 1 for look, how in looks.items()}  # it is slow
-    scores = {look: judge(draw(qpos[:: every[look]], *how)) for look, how in looks.items()}
+    scores = {look: judge(draw(qpos[::every], *how)) for look, (every, *how) in looks.items()}
 
     def auc_of(prompt, concept, look):
-        known = (column[:: every[look], data.CONCEPTS.index(concept)] for column in (truth, weight))
-        return auc(scores[look][prompt], *known)
+        some, column = slice(None, None, looks[look][0]), data.CONCEPTS.index(concept)
+        return auc(scores[look][prompt], truth[some, column], weight[some, column])
 
     aucs = {c: {look: auc_of(c, c, look) for look in looks} for c in (*poses.TASKS, "lying")}
     missed = [  # the promise is for the scene that a run shows unless told otherwise
@@ -120,14 +118,13 @@ def pose_figures(judge, count, size):
         for look, figure in aucs[c].items()
         if look.startswith("textured") and not figure >= MIN_AUC
     ]
-    first = next(iter(looks))
     return [
         f"One-vs-rest AUC of the prompt's reward (alpha 0) over {len(qpos)} states: {count} of "
         "each pose and rollouts of random policies. The paper's camera unless said otherwise. "
         f"Promised: {MIN_AUC} for {', '.join(PROMISED)} in the textured scene.",
         table(["prompt", *looks], [[PROMPTS[c], *row.values()] for c, row in aucs.items()]),
         "Sentences it has never seen (AUC, textured):",
-        table(["prompt", "AUC"], [[s, auc_of(s, c, first)] for c, s in UNSEEN.items()]),
+        table(["prompt", "AUC"], [[s, auc_of(s, c, next(iter(looks)))] for c, s in UNSEEN.items()]),
     ], missed
 
 
@@ -140,45 +137,17 @@ def blend_figures(judge, blends, size):
             rewards = judge(draw(ways, size=size))[goal].reshape(blends, len(t))
             ranks[goal] = [stats.spearmanr(t, along).statistic for along in rewards]
     mean = np.mean(list(ranks.values()))
-    missed = [f"mean Spearman along blends {mean:.3f} < {MIN_SPEARMAN}"]
+    rows = [[goal, np.mean(found), min(found)] for goal, found in ranks.items()]
+    missed = f"mean Spearman along blends {mean:.3f} < {MIN_SPEARMAN}"
     return [
         f"Does the reward rise on the way from standing into the pose? Spearman's rank correlation "
         f"along blends of 11 pictures, mean {mean:.3f}.",
-        table(
-            ["goal", "mean", "lowest blend"],
-            [[goal, np.mean(found), np.min(found)] for goal, found in ranks.items()],
-        ),
-    ], [] if mean >= MIN_SPEARMAN else missed
+        table(["goal", "mean", "lowest blend"], rows),
+    ], [] if mean >= MIN_SPEARMAN else [missed]
 
 
 LEVELS = {"none": (0, 0.1), "a little": (0.1, 0.4), "half": (0.4, 0.7), "there": (0.9, 1.01)}
 VIEWS = (120, 180, 240)
-
-
-def hacks(facts):
-    """What policies had been paid for, by poses.describe(): {what: (task, states [B] bool)}."""
-    f, parts = facts, ("knee", "foot", "foot_out", "hand_x", "hand_z")
-    low = {part: np.minimum(f[f"right_{part}"], f[f"left_{part}"]) for part in parts}
-    high = {part: np.maximum(f[f"right_{part}"], f[f"left_{part}"]) for part in parts}
-    upright, low_down = f["up"] > 0.6, f["pelvis"] < 0.2
-    on_feet = (f["up"] > 0.85) & (f["pelvis"] > 0.7) & (high["foot"] < 0.15)
-    shin_behind = [f[f"{x}_foot_fwd"] < f[f"{x}_knee_fwd"] - 0.15 for x in ("right", "left")]
-    in_front = (low["hand_x"] > 0.15) & (low["hand_z"] > -0.3) & (high["hand_z"] < 0.25)
-    return {
-        "on the heels, both knees 12 to 32 cm up": ("kneeling", upright & np.all(shin_behind, 0)
-            & (f["pelvis"] < 0.5) & (low["knee"] > 0.12) & (high["knee"] < 0.32)),
-        "one knee down, the other 15 cm up or more": ("kneeling", upright & ~low_down
-            & (low["knee"] < 0.06) & (high["knee"] > 0.15)),
-        "on both feet, its weight 15 cm and more off them": ("standing", on_feet
-            & (high["foot"] < 0.05) & (f["off"] > 0.15)),
-        "one arm raised": ("arms_raised", on_feet & (high["hand_z"] > 0.35) & (low["hand_z"] < 0)),
-        "hands in front, not past each other": ("arms_crossed", on_feet & in_front
-            & (f["right_hand_y"] + f["left_hand_y"] > 0.1)),
-        "seated, one knee 30 cm up or more": ("lotus", upright & low_down & (high["foot"] < 0.2)
-            & (low["knee"] < 0.25) & (high["knee"] > 0.3)),
-        "seated, one leg folded": ("splits", upright & low_down & (high["foot"] < 0.2)
-            & (low["foot_out"] < 0.4) & (high["foot_out"] > 0.6)),
-    }  # fmt: skip
 
 
 def half_figures(judge, count, size):
@@ -194,30 +163,20 @@ def half_figures(judge, count, size):
     qpos = np.concatenate([data.policy_states(held_out=True), *samples, halves])
     for state in qpos:
         poses.turn_to(state, rng.uniform(-np.pi, np.pi) / 6)
-    views = [judge(draw(qpos, camera=azimuth, size=size)) for azimuth in VIEWS]
-    facts = poses.describe(qpos)
-    degrees, rows, hacked = data.degrees(facts), [], []
-    rewards = {task: np.mean([view[task] for view in views], 0) for task in poses.TASKS}
-    for task, reward in rewards.items():
-        degree = degrees[task]
+    views = [judge(draw(qpos, size=size, camera=paper_camera(azimuth))) for azimuth in VIEWS]
+    degrees, rows = data.degrees(poses.describe(qpos)), []
+    for task in poses.TASKS:
+        degree, reward = degrees[task], np.mean([view[task] for view in views], 0)
         row = [PROMPTS[task], stats.spearmanr(degree, reward).statistic]
         for low, high in LEVELS.values():
             at = (low <= degree) & (degree < high)
             row.append(f"{reward[at].mean():.2f} +- {reward[at].std():.2f} ({at.sum()})")
         rows.append(row)
-    for what, (task, found) in hacks(facts).items():
-        reward, degree = rewards[task], degrees[task]
-        none, whole = reward[degree < 0.1].mean(), reward[degree >= 0.9].mean()
-        share = (reward[found].mean() - none) / (whole - none)
-        hacked.append([PROMPTS[task], what, found.sum(), degree[found].mean(), share])
     return [
         "Half poses: mean reward, its standard deviation and the number of states, by how much of "
         f"the pose there is (`data.degrees`), over {len(qpos)} states of policies that no training "
         f"saw, half poses and whole ones; mean of the azimuths {VIEWS}:",
         table(["prompt", "Spearman", *LEVELS], rows),
-        "What policies had been paid for: how much of the pose it is, and its mean reward as a "
-        "share of the way from less than a tenth of the pose to nine tenths and more:",
-        table(["prompt", "state", "states", "of the pose", "of the reward"], hacked),
     ], []
 
 
