@@ -40,7 +40,7 @@ import clip_reward  # before torch: it bounds how long threads spin
 # isort: split
 import tyro
 from annotated_types import Interval
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 import dqn_clip_classic as dqn
@@ -53,8 +53,9 @@ from evaluation.page import write_page
 from evaluation.rewards import Prompts as PromptRewards
 from evaluation.rewards import Rewards
 from evaluation.runs import Own, checkpoint_paths, load_run, task_of
-from training.run import say
+from training.run import run_folder, say
 
+RunFolder = Annotated[Path, AfterValidator(run_folder)]
 Few = Annotated[int, Interval(ge=1, le=100_000)]  # episodes are played side by side
 Many = Annotated[int, Interval(ge=1, le=10_000_000)]
 
@@ -88,8 +89,8 @@ class Collect(Own):
     out: Path
     """the file, such as data/kneeling.npz; results on it will go to the folder data/kneeling"""
     render: Pictures = field(default_factory=Pictures)
-    run: Path | None = None
-    """--source run: the run's folder"""
+    run: RunFolder | None = None
+    """--source run: the run's folder, a folder with one run in it, or latest"""
     checkpoints: tuple[str, ...] = ("all",)
     """--source run: "all", or some of "best" and numbers of steps"""
     episodes: Few = 5
@@ -203,7 +204,7 @@ class Prompts(OnDataset):
         self.render.apply(data.args)
         if data.args.env_id in classic.CLASSIC_STATE_SIZES and data.args.camera_azimuth:
             raise UsageError(f"--camera-azimuth: {data.args.env_id} has no camera")
-        compare.prompts(data, task, self.labels, self.reward, self.out)
+        compare.prompts(data, task, self.labels, self.reward, self.out, self.judge)
 
 
 @dataclass
@@ -226,11 +227,11 @@ class Success(OnDataset):
 
     dataset: Path | None = None
     """a file made by collect"""
-    run: Path | None = None
-    """folder of the run to judge"""
+    run: RunFolder | None = None
+    """folder of the run to judge, a folder with one run in it, or latest"""
     checkpoint: str = "best"
     """best (highest training reward, as in the paper), or a number of steps"""
-    compare: Path | None = None
+    compare: RunFolder | None = None
     """folder of another run to compare with, such as one with --reward ground-truth"""
     episodes: Few = 100
     """episodes, without exploration, from starts that training never had"""
@@ -258,8 +259,8 @@ class Success(OnDataset):
 class Page:
     """Write a run's index.html: curves, newest videos, flags, and what to type next."""
 
-    run: Path
-    """folder of the run"""
+    run: RunFolder
+    """folder of the run, a folder with one run in it, or latest"""
 
     def __call__(self):
         say(f"wrote {write_page(self.run)}")

@@ -2,12 +2,14 @@
 
 import itertools
 import os
+import re
 import shlex
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
+import tyro
 
 import dqn_clip_classic as dqn
 import egl_render
@@ -80,9 +82,10 @@ def epic(data, task, labels, reward):
     say(f"wrote {out}/epic.csv, epic.png")
 
 
-def prompts(data, task, labels, reward, out):
+def prompts(data, task, labels, reward, out, judge=None):
     """Compare the models, prompts and alphas of `reward` (Prompts) and the cameras of a dataset by
-    its labels: table, contact sheet, and the command that trains with the best."""
+    its labels: table, contact sheet, and the command that trains with the best, with `judge` as its
+    flag."""
     views = data.args.views
     targets, baselines = words_for(data, task)
     targets = reward.target_prompt or (*targets, *task.paraphrases)
@@ -108,19 +111,35 @@ def prompts(data, task, labels, reward, out):
     figures.write_sheet(out / "states.png", map(figures.framed, frames, words, good[shown]))
     say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png (by the best of them, ten")
     say("states each: highest rewards, highest of those not good, lowest of those that are)")
-    baselines = models[0].baseline_prompt if best["reward_alpha"] else ()
-    say("train with the best:", f"    {training_command(data.args, best, baselines, reward)}")
+    found = {"target_prompt": best["prompt"], "reward_alpha": best["reward_alpha"]}
+    found |= {"clip_model": best["model"], "clip_precision": reward.clip_precision}
+    found["baseline_prompt"] = models[0].baseline_prompt if best["reward_alpha"] else ()
+    found["judge"] = judge
+    if task.name in judges.HUMANOID and best["prompt"] != task.target_prompt:
+        found["judge"] = task.name  # which the script would only know by the paper's prompt
+    say("train with the best:", f"    {training_command(data.args, found)}")
 
 
-def training_command(args, best, baselines, reward):
-    """Return the command line that trains on the best row, drawn as a script does with `args`."""
-    wanted = {"env_id": args.env_id, "target_prompt": best["prompt"], "baseline_prompt": baselines}
-    wanted |= {"reward_alpha": best["reward_alpha"], "clip_model": best["model"]}
+def recipe(script, env_id):
+    """Return the flags of the command with a local model for this task that the script's docstring
+    has, as {name: value}; its defaults if there is none."""
+    lines = script.__doc__.replace("\\\n", " ")
+    for command in re.findall(r"^    python \S+ (.*local-dir:.*)$", lines, re.M):
+        args = tyro.cli(script.Args, args=shlex.split(command))
+        if args.env_id == env_id:
+            return vars(args)
+    return vars(script.Args(env_id=env_id))
+
+
+def training_command(args, found):
+    """Return the command line that trains with the flags `found`, {name: value}, drawn as a script
+    does with `args`; with a local model by that script's recipe."""
+    script, default = script_of(args), vars(type(args)(env_id=args.env_id))
+    local = found["clip_model"].startswith("local-dir:")
+    wanted = recipe(script, args.env_id) if local else default
     pictures = [flag.name for flag in fields(egl_render.RenderArgs)]
-    wanted |= {name: getattr(args, name) for name in pictures}
-    wanted["clip_precision"] = reward.clip_precision
-    default = vars(type(args)(env_id=args.env_id)) | {"env_id": None}
-    words = ["python", os.path.relpath(script_of(args).__file__)]
+    wanted = wanted | {name: getattr(args, name) for name in pictures} | found
+    words = ["python", os.path.relpath(script.__file__), "--env-id", args.env_id]
     for name, value in wanted.items():
         flag = name.replace("_", "-")
         if value is False and default[name]:

@@ -16,7 +16,7 @@ import numpy as np
 from clip_reward import UsageError, first_line
 from environments.classic import CLASSIC_STATE_SIZES
 from environments.judges import task_for
-from evaluation.runs import Own, args_of, rollout, script_of
+from evaluation.runs import Own, args_of, rollout, script_of, state_size
 from training.run import write
 
 COLUMNS = "states", "episode", "step", "checkpoint_step", "env_reward", "success", "pose"
@@ -81,6 +81,9 @@ def load_dataset(path, own=None) -> Dataset:
         problem = f"missing, damaged or not what eval_epic.py collect makes: {first_line(error)}"
         raise UsageError(f"{path}: {problem}") from error
     data.args = args_of(saved, path, own or Own())
+    size = state_size(data.args, path)
+    if size not in (None, states.shape[1]) or len({len(x) for x in columns.values()}) > 1:
+        raise UsageError(f"{path}: not [N, {size}] states of {data.args.env_id}, or columns differ")
     return data
 
 

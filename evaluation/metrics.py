@@ -1,6 +1,7 @@
 """How well a reward agrees with what is known of states: EPIC distance, AUC, their intervals."""
 
 import math
+import warnings
 
 import numpy as np
 
@@ -45,13 +46,21 @@ def interval(statistic, x, y, episodes, resamples=2000, seed=0):
     Whole episodes are drawn (`episodes` [N] int says which one a state is from): states of an
     episode are alike, and single ones would make the interval far too narrow.
     """
+    from scipy import stats  # takes a second
+
     value = statistic(x, y)
     numbers, index = np.unique(episodes, return_inverse=True)
     if math.isnan(value) or len(numbers) == 1:
         return value, math.nan, math.nan
-    found = []
-    for drawn in np.random.default_rng(seed).integers(len(numbers), size=(resamples, len(numbers))):
+
+    def resampled(drawn):
         times = np.bincount(drawn, minlength=len(numbers))[index]  # each state's episode was drawn
-        found.append(statistic(np.repeat(x, times), np.repeat(y, times)))
-    low, high = np.nanquantile(found, [0.025, 0.975])
+        return statistic(np.repeat(x, times), np.repeat(y, times))
+
+    settings = {"vectorized": False, "method": "percentile", "batch": 100, "rng": seed}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # of resamples left out
+        whole = (np.arange(len(numbers)),)
+        drawn = stats.bootstrap(whole, resampled, n_resamples=resamples, **settings)
+    low, high = np.nanquantile(drawn.bootstrap_distribution, [0.025, 0.975])
     return value, float(low), float(high)

@@ -96,9 +96,12 @@ def count_parameters(name):
     """Return how many parameters a model has, without its weights. Raises UsageError."""
     import open_clip
 
-    logging.disable()  # open_clip warns of random weights; these are none at all
     options = {"load_weights": False, "pretrained_text": False, "device": "meta"}
-    with torch.device("meta"):
-        model = open_clip.create_model(clip_reward.resolve(name)[0], **options)
-    logging.disable(logging.NOTSET)
+    before = logging.root.manager.disable
+    logging.disable()  # open_clip warns of random weights; these are none at all
+    try:
+        with torch.device("meta"):
+            model = open_clip.create_model(clip_reward.resolve(name)[0], **options)
+    finally:
+        logging.disable(before)
     return sum(weights.numel() for weights in model.parameters())

@@ -16,6 +16,7 @@ import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError, first_line
 from environments import judges
+from environments.classic import CLASSIC_STATE_SIZES
 from training.run import checkpoints, load_checkpoint, saved_flags
 
 SCRIPTS = {script.__name__: script for script in (sac, dqn)}
@@ -70,9 +71,23 @@ def args_of(saved, where, own):
     return args
 
 
+def state_size(args, where):
+    """Return how many numbers a state of the task has, or None for a copy of a script that does not
+    say. Raises UsageError for a task that is not there, or has no states."""
+    script = script_of(args)
+    if args.env_id not in getattr(script, "TASKS", [args.env_id]):
+        raise UsageError(f"{where}: DQN has no task {args.env_id}")
+    if args.env_id in CLASSIC_STATE_SIZES or not hasattr(script, "describe_env"):
+        return CLASSIC_STATE_SIZES.get(args.env_id)
+    if (state := script.describe_env(args.env_id)) is None:
+        raise UsageError(f"{where}: {args.env_id} has no states to draw pictures from")
+    return len(state)
+
+
 def load_run(folder, own=None):
     """Return the Args of a run. Raises UsageError, as `args_of`."""
     args = args_of(saved_flags(folder), folder, own or Own())
+    state_size(args, folder)
     if hasattr(args, "terminate"):
         args.terminate = False  # whatever it learned by, it is judged on whole episodes
     return args
