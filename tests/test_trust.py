@@ -433,6 +433,22 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last(sc
     run(script.__file__, "--resume", folder, "--total-timesteps", last + 24)
 
 
+def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path):
+    """TensorBoard writes them in a thread of its own, which dies of it."""
+    words = [dqn.__file__, *TRUTH, *LONG, "--checkpoint-freq", 10**6, "--runs-dir", tmp_path]
+    with started(*words) as process:
+        reaches(process, 2400)
+        (events,) = only_run(tmp_path).glob("events*")
+        assert wait_until(lambda: events.stat().st_size > 40_000, 20)  # best.pt has 8000
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (40_000, 40_000))
+        reaches(process, 12_000)
+        process.send_signal(signal.SIGTERM)
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in printed, printed
+    assert printed.count("WARNING: the curves could not be written") == 1
+    assert re.search(r"error: .*\.pt could not be written: .*; nothing is saved", printed)
+
+
 @ONE_DONE
 def test_a_resume_without_room_loses_nothing(done, tmp_path):
     script, whole = done

@@ -11,6 +11,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -182,6 +183,13 @@ def excepthook(kind, error, trace):
     sys.exit(2 if issubclass(kind, UsageError) else 1)
 
 
+def thread_failed(failed):
+    """Warn of an event file that cannot be written: TensorBoard's thread dies of it."""
+    if not issubclass(failed.exc_type, OSError):
+        return threading.__excepthook__(failed)
+    warn(f"the curves could not be written: {failed.exc_value}; the run continues without them")
+
+
 def say(*lines, end="\n"):
     """Print lines, or nothing once stdout is closed (`| head -1`)."""
     try:
@@ -259,7 +267,7 @@ class Run:
             self.writer.add_custom_scalars({"the run": panels})
         except OSError as error:
             raise RunError(f"no run can be written to {args.runs_dir}: {error}") from error
-        sys.excepthook = self._failed
+        sys.excepthook, threading.excepthook = self._failed, thread_failed
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         say(f"run folder {self.folder}", f"curves: tensorboard --logdir {args.runs_dir}")
