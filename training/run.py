@@ -83,6 +83,7 @@ def run_folder(name):
     found = list(Path(name).glob("args.json")) or list(Path(name).glob("*/args.json"))
     if str(name) == "latest" and not found:
         found = sorted(Path("runs").rglob("args.json"), key=os.path.getmtime)[-1:]
+        say(*(f"latest: {path.parent}" for path in found))
     if len(found) != 1:
         raise UsageError(f"{name} is not the folder of a run, nor of a single one: no args.json")
     return found[0].parent
