@@ -40,7 +40,7 @@ browser:
 		$(INSTALL) chromium chromium-driver \
 			|| echo "that was not possible here: its tests will fail and say what to install"; }
 
-# About a quarter of an hour on two cores once everything is installed. The paper's method but for: 24
+# Seven minutes on two cores once everything is installed. The paper's method but for: 24
 # times its updates per step, layer norm in the critics to bear them, normalised observations, 3-step
 # returns, and three cameras, the paper's and one 60 degrees to either side: from one the robot may
 # hide its knees. With a GPU and the real CLIP see the README.
@@ -49,7 +49,7 @@ train: setup
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); export OMP_NUM_THREADS=1; \
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
 		--clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 120 180 240 --n-step 3 \
-		--num-envs 8 --total-timesteps 32000 --learning-starts 4800 --gradient-steps 600 \
+		--num-envs 8 --total-timesteps 36000 --learning-starts 4800 --gradient-steps 600 \
 		--batch-size 128 --gamma 0.97 --entropy-coef 0.05 --normalize-observations --layer-norm \
 		--video-freq 16000 --checkpoint-freq 16000 --runs-dir $$runs; \
 	$(PY) eval_epic.py success --run $$runs
