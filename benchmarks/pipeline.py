@@ -44,6 +44,8 @@ import sac_clip_humanoid as sac
 import numpy as np
 import torch
 import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.benchmark import Timer
 import training.workers
 # isort: on
 
@@ -109,8 +111,6 @@ def run_asleep(ms):
 @torch.inference_mode()
 def clip_alone(args, batches):
     """Measure CLIP alone on the first reward device -> {batch size: frames/s}."""
-    from torch.utils.benchmark import Timer
-
     device, size, speeds = args.devices()[0], args.render_size, {}
     names = {"reward": clip_reward.make_clip_reward(args, device)}
     for batch in batches or (args.clip_batch_size,):
@@ -151,8 +151,6 @@ def draw_alone(script, args, frames_per_worker=800):
 
 def whole_run(command, args, rollouts):
     """Run the script -> {stage: {"seconds_per_rollout", speed}}, medians over rollouts."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     steps = args.num_envs * args.episode_length
     total = f"--total-timesteps {steps * (rollouts + 1)} --learning-starts 1 --video-freq 0"
     with tempfile.TemporaryDirectory() as folder:
@@ -161,20 +159,19 @@ def whole_run(command, args, rollouts):
             sys.exit(code)
         events = EventAccumulator(str(next(Path(folder).iterdir()))).Reload()
     stages = {
-        "physics": (steps, "physics_s", "steps/s"),
-        "render": (steps, "render_s", "frames/s"),
-        "CLIP": (steps, "clip_s", "frames/s"),
-        "update": (args.gradient_steps, "update_s", "updates/s"),
-        "end to end": (steps, None, "steps/s"),
+        "physics": (steps, "steps/s"),
+        "render": (steps, "frames/s"),
+        "clip": (steps, "frames/s"),
+        "update": (args.gradient_steps, "updates/s"),
     }
+    seconds = {stage: [e.value for e in events.Scalars(f"time/{stage}_s")[1:]] for stage in stages}
+    seconds["end to end"] = np.diff([e.wall_time for e in events.Scalars("time/update_s")])
     result = {}
     print(f"{'stage':>13} {'s/rollout':>10} {'units/s':>9}   (median of {rollouts} rollouts)")
-    for stage, (count, scalar, unit) in stages.items():
-        logged = events.Scalars(f"time/{scalar or 'update_s'}")
-        values = [e.value for e in logged[1:]] if scalar else np.diff([e.wall_time for e in logged])
-        seconds = max(float(np.median(values)), 1e-9)
-        result[stage] = {"seconds_per_rollout": seconds, unit: count / seconds}
-        print(f"{stage:>13} {seconds:>10.3f} {count / seconds:>9.4g}   {unit}")
+    for stage, values in seconds.items():
+        (count, unit), median = stages.get(stage, stages["physics"]), max(np.median(values), 1e-9)
+        result[stage] = {"seconds_per_rollout": median, unit: count / median}
+        print(f"{stage:>13} {median:>10.3f} {count / median:>9.4g}   {unit}")
     return result
 
 
@@ -187,9 +184,8 @@ def main():
     flags = [*defaults.split(), *flags]
     args = tyro.cli(script.Args, args=flags, config=(tyro.conf.OmitArgPrefixes,))
     command, devices = [sys.executable, script.__file__, *flags], args.devices()
-    result = {"machine": machine(devices[0]), "args": vars(args)}
-    print(f"{args.env_id}, {args.clip_model}, {args.render_size} px")
-    print(result["machine"])
+    alone, result = 0.0, {"machine": machine(devices[0]), "args": vars(args)}
+    print(f"{args.env_id}, {args.clip_model}, {args.render_size} px\n{result['machine']}")
 
     def keep(**more):
         result.update(more)
@@ -199,24 +195,22 @@ def main():
     if own.scorer_ms:
         sleep, chunk = functools.partial(Sleeper, ms=own.scorer_ms), args.clip_batch_size
         alone = pool_alone(Blank, sleep, ["cpu"], chunk, np.zeros((50 * chunk, 47)))
+        keep(scorer_alone_frames_per_s=alone)
+        alone *= int(devices[0][4:] or 1) if devices[0].startswith("ray") else len(devices)
         command[1:1] = "-c", f"from benchmarks import pipeline as p; p.run_asleep({own.scorer_ms})"
-        stages = whole_run(command, args, own.rollouts)
-        workers = int(devices[0][4:] or 1) if devices[0].startswith("ray") else len(devices)
-        share = stages["end to end"]["steps/s"] / alone / workers
-        keep(scorer_alone_frames_per_s=alone, stages=stages, end_to_end_of_scorer_alone=share)
-        print(f"end to end is {share:.3f} of {workers} of that scorer alone")
-        return
+        own.measure = ("run",)
     if "clip" in own.measure:
-        keep(clip_alone_frames_per_s=clip_alone(args, own.batches))
+        speeds = clip_alone(args, own.batches)
+        keep(clip_alone_frames_per_s=speeds)
+        alone = max(speeds.values()) * len(set(devices))
     if "draw" in own.measure:
         keep(draw_alone_frames_per_s=draw_alone(script, args))
     if "run" in own.measure:
         keep(stages=whole_run(command, args, own.rollouts))
-    if {"run", "clip"} <= set(own.measure):
-        alone = max(result["clip_alone_frames_per_s"].values()) * len(set(devices))
-        share = result["stages"]["end to end"]["steps/s"] / alone
-        keep(end_to_end_of_clip_alone=share)
-        print(f"end to end is {share:.2f} of CLIP alone")
+        if alone:
+            share = result["stages"]["end to end"]["steps/s"] / alone
+            keep(end_to_end_of_alone=share)
+            print(f"end to end is {share:.3f} of {alone:.4g} frames/s, all scorers alone")
 
 
 if __name__ == "__main__":

@@ -37,17 +37,9 @@ def read(run, scalar):
 
 def groups_of(runs):
     """Group runs that differ in nothing but their seed -> {what differs from other groups: runs}"""
-    flags = {}
-    for run in runs:
-        saved = json.loads((run / "args.json").read_text())
-        if "script" in saved:  # a changed copy is another experiment
-            saved["script"] = Path(saved["script"]).name
-        length = (
-            {"total_timesteps"} if "exploration_fraction" in saved else set()
-        )  # DQN's schedules
-        flags[run] = {x: y for x, y in saved.items() if x in length or x not in ELSEWHERE}
-    in_all = set.intersection(*map(set, flags.values()))
-    differ = [x for x in sorted(in_all) if len({json.dumps(f[x]) for f in flags.values()}) > 1]
+    flags = {run: json.loads((run / "args.json").read_text()) for run in runs}
+    shared = set.intersection(*map(set, flags.values())) - ELSEWHERE
+    differ = [x for x in sorted(shared) if len({json.dumps(f[x]) for f in flags.values()}) > 1]
     groups = {}
     for run in runs:
         name = ", ".join(f"{name} {flags[run][name]}" for name in differ)

@@ -19,7 +19,7 @@ COPIES = {  # docs/new_task.md: {name of a copy: the script}
         r"^--- (\w+)\.py\n\+\+\+ (\w+)\.py$", (ROOT / "docs/new_task.md").read_text(), re.M
     )
 }
-PLAIN = "new_reward gym_wrapper imitation_reward sb3_clip_reward wheel chaos paint hacked".split()
+PLAIN = "new_reward gym_wrapper imitation_reward sb3_clip_reward wheel chaos paint".split()
 
 
 def commands(path):

@@ -1,6 +1,6 @@
 """The examples do what they say, started as a user would."""
 
-import csv
+import itertools
 import os
 import signal
 import subprocess
@@ -8,7 +8,6 @@ import sys
 
 import gymnasium as gym
 import helpers
-import imageio.v2 as imageio
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -57,7 +56,7 @@ def stopped(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(stopped):
-    """(folder, printed, {(prompt, seed): line of results.csv}) of the same sweep, started again."""
+    """(folder, printed) of the same sweep, started again."""
     out, *_ = stopped
     process = start(out, 48)
     try:
@@ -65,8 +64,7 @@ def finished(stopped):
     finally:
         process.kill()
     assert process.returncode == 1, printed
-    with open(out / "results.csv", newline="") as file:
-        return out, printed, {(line["prompt"], line["seed"]): line for line in csv.DictReader(file)}
+    return out, printed
 
 
 @pytest.mark.slow
@@ -80,47 +78,30 @@ def test_ctrl_c_leaves_checkpoints_and_no_process(stopped):
 
 
 @pytest.mark.slow
-def test_the_table_is_what_the_event_files_say(finished):
-    out, printed, lines = finished
-    assert lines.keys() == {(prompt, seed) for prompt in GOOD for seed in "12"}
-    for (prompt, seed), line in lines.items():
-        folder = only_run(out / "CartPole" / prompt / seed)  # the stopped went on in their own
-        events, _ = helpers.scalars(folder)
-        values = {tag: [event.value for event in events[tag]] for tag in events}
-        tenth = max(1, len(values["charts/clip_reward"]) // 10)
-        for name in ("clip_reward", "success_rate", "episodic_return"):
-            mean = sum(values[f"charts/{name}"][-tenth:]) / tenth
-            assert float(line[name]) == pytest.approx(mean, rel=1e-3)
-        best = max(values["charts/clip_reward"])
-        assert float(line["best_clip_reward"]) == pytest.approx(best, rel=1e-3)
-        steps = events["charts/clip_reward"][-1].step
-        assert int(line["steps"]) == steps and (steps == 48 or seed == "1")
-        seconds = sum(sum(values[f"time/{part}_s"]) for part in ("physics", "wait", "update"))
-        assert float(line["hours"]) == pytest.approx(seconds / 3600, rel=1e-3)
-        assert line["task"] == "CartPole"
-        shown = [text for text in printed.splitlines() if text.split()[:2] == ["CartPole", seed]]
-        clip_reward = f"{float(line['clip_reward']):.4g}"
-        assert any(text.split()[2] == clip_reward and prompt in text for text in shown)
+def test_what_it_prints_is_what_the_event_files_say(finished):
+    out, printed = finished
+    for scalar in ("clip_reward", "success_rate"):
+        printed = printed.partition(f"CartPole, {scalar}\n")[2]
+        for prompt, seed in itertools.product(GOOD, "12"):
+            folder = only_run(out / "CartPole" / prompt / seed)  # the stopped went on in their own
+            events, _ = helpers.scalars(folder)
+            end = np.mean([event.value for event in events[f"charts/{scalar}"]][-10:])
+            (line,) = [x for x in printed.splitlines()[:4] if x.startswith(folder.name)]
+            assert f"mean of the last 10: {end:.4g}," in line
+            assert seed == "1" or ": 48 steps" in line
+        assert all(f"{prompt}']: 2 runs" in printed for prompt in GOOD)
+        assert (out / f"CartPole_{scalar}.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
 def test_a_failed_run_is_one_line_and_the_others_finish(finished):
-    out, printed, _ = finished
+    out, printed = finished
     failed = [line for line in printed.splitlines() if "FAILED" in line]
     assert len(failed) == 2 and "Traceback" not in printed
     for seed in (1, 2):
         console = out / "CartPole" / BAD / f"{seed}/console.txt"
         assert f"FAILED, exit code 2: see {console}" in failed
         assert "target and baseline prompt are the same" in console.read_text()
-
-
-@pytest.mark.slow
-def test_the_plot_shows_both_prompts_in_both_panels(finished):
-    picture = imageio.imread(finished[0] / "curves.png")[..., :3].astype(int)
-    half = picture.shape[1] // 2
-    for panel in (picture[:, :half], picture[:, half:]):
-        for color in ((31, 119, 180), (255, 127, 14)):  # Matplotlib's first two
-            assert (abs(panel - color).max(-1) < 8).sum() > 30
 
 
 # ------------------------------------------------------------------------------ gym_wrapper.py

@@ -144,4 +144,4 @@ def test_every_example_is_tested():
     for path in (ROOT / "examples").glob("*.py"):
         assert path.name in tested or f"import {path.stem}" in tested, path
         assert path.read_text().startswith(('"""', 'r"""'))
-        assert len(path.read_text().splitlines()) <= (166 if path.stem == "sweep" else 120), path
+        assert len(path.read_text().splitlines()) <= 135, path
