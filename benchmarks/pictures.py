@@ -41,14 +41,7 @@ def episode(folder, moments, size):
     return [framed(frame, sentence) for frame in frames]
 
 
-def film(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
-    out: Path,
-    columns: int = 3,
-    moments: int = 50,
-    size: int = 180,
-    milliseconds: int = 80,
-):
+def film(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, size: int = 180):
     """Film learned policies side by side, each above its sentence, as one animated picture. Of each
     run best.pt is played for one episode, without exploration, from a start that training never
     had: the first one, whatever comes of it. All episodes take the same time in the film.
@@ -56,14 +49,11 @@ def film(
     Args:
         runs: folders of runs.
         out: .webp, .gif or .png to write.
-        columns: policies in a row.
-        moments: pictures of an episode.
-        size: height and width of a picture in pixels.
-        milliseconds: how long a picture is shown.
+        size: height and width of a policy's picture in pixels.
     """
-    films = [episode(folder, moments, size) for folder in runs]
-    pictures = [Image.fromarray(grid(list(cells), columns)) for cells in zip(*films)]
-    options = {"save_all": True, "append_images": pictures[1:], "duration": milliseconds, "loop": 0}
+    films = [episode(folder, 50, size) for folder in runs]
+    pictures = [Image.fromarray(grid(list(cells), 3)) for cells in zip(*films)]
+    options = {"save_all": True, "append_images": pictures[1:], "duration": 80, "loop": 0}  # ms
     pictures[0].save(out, quality=60, method=6, **options)
     say(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 

@@ -16,8 +16,6 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
-PLAIN_VOCABULARY = 49408  # of open_clip's own tokenizer, which needs no download
-
 
 def main(arch: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path]) -> None:
     """Write open_clip_config.json and open_clip_model.safetensors (half precision).
@@ -30,13 +28,8 @@ def main(arch: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path]) ->
         sys.exit(f"error: {arch} is not in open_clip.list_models()")
     config = open_clip.get_model_config(arch)
     text = config.get("text_cfg", {})
-    if "hf_model_name" in text:
-        sys.exit(f"error: the text tower of {arch} is {text['hf_model_name']}, a download")
-    if text.get("hf_tokenizer_name"):
-        # The folder would need that tokenizer's files. Random weights understand no word anyway.
-        print(f"{arch} gets open_clip's own tokenizer, not {text['hf_tokenizer_name']}")
-        text = {key: text[key] for key in text if "tokenizer" not in key}
-        config["text_cfg"] = text | {"vocab_size": PLAIN_VOCABULARY}
+    if "hf_model_name" in text or text.get("hf_tokenizer_name"):
+        sys.exit(f"error: the words of {arch} need a download from Hugging Face")
     tags = open_clip.list_pretrained_tags_by_model(arch)
     pretrained = open_clip.get_pretrained_cfg(arch, tags[0]) if tags else {}
     config |= {"quick_gelu": True} if pretrained.get("quick_gelu") else {}

@@ -1,7 +1,7 @@
 """Updates per second of SAC and DQN: the scripts' own functions, with sampling from their replay.
 
     python benchmarks/updates.py                          # plain, and as with --compile
-    python benchmarks/updates.py --rows plain --sb3       # pip install stable-baselines3
+    python benchmarks/updates.py --rows plain sb3         # pip install stable-baselines3
     python benchmarks/updates.py --device cuda --json updates.json
 
 Both with the scripts' networks. All rows are measured in turn, round after round in one process, so
@@ -116,8 +116,7 @@ def measure(algorithm, rows, device, rounds):
 
 
 def main(
-    rows: tuple[Literal["plain", "compiled"], ...] = ("plain", "compiled"),
-    sb3: bool = False,
+    rows: tuple[Literal["plain", "compiled", "sb3"], ...] = ("plain", "compiled"),
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
     rounds: int = 15,
     json: Path | None = None,
@@ -125,8 +124,8 @@ def main(
     """Measure, print and write.
 
     Args:
-        rows: plain: as by default; compiled: as with --compile, on CUDA one CUDA graph
-        sb3: also measure stable-baselines3's train()
+        rows: plain: as by default; compiled: as with --compile, on CUDA one CUDA graph;
+            sb3: stable-baselines3's train()
         device: where the networks and the replay buffer are
         rounds: rounds of all rows in turn
         json: also write the results to this file
@@ -134,12 +133,12 @@ def main(
     result = {"machine": machine(device), "updates_per_second": {}}
     print(f"{result['machine']}; medians of {rounds} rounds")
     for algorithm in SPACES:
-        rates = measure(algorithm, (*rows, *["sb3"] * sb3), device, rounds)
+        rates = measure(algorithm, rows, device, rounds)
         table = result["updates_per_second"][algorithm] = {}
         for row, values in rates.items():
             table[row] = float(np.median(values))
             line = f"{algorithm} {row:>10} {table[row]:>8.1f} updates/s"
-            if sb3 and row != "sb3":
+            if "sb3" in rates and row != "sb3":
                 table[f"{row} / sb3"] = ratio = float(np.median(np.divide(values, rates["sb3"])))
                 line += f"   {ratio:.2f} times stable-baselines3"
             print(line, flush=True)

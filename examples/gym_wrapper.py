@@ -60,9 +60,7 @@ class CLIPRewardVectorWrapper(gym.vector.VectorWrapper):
         super().__init__(envs)
         mode = envs.metadata.get("autoreset_mode")
         if mode == gym.vector.AutoresetMode.SAME_STEP:
-            raise ValueError(
-                "with autoreset in the same step the last picture of an episode is lost"
-            )
+            raise ValueError("autoreset in the same step loses an episode's last picture")
         self.reward, self.resets = reward, mode == gym.vector.AutoresetMode.NEXT_STEP
 
     def reset(self, **kwargs):

@@ -22,6 +22,8 @@ from egl_render import Scene
 from environments.classic import CAR_HEIGHT, CAR_SUPERSAMPLING, MOUNTAIN_GOALS, SCALE, hill
 
 CAR_WIDTH = 64  # pixels of a native frame
+SPREADS = dict(tile=0.2, dark=0.2, sun_azimuth=0.9, sun_height=0.3, sun=0.2, ambient=0.15,
+               headlight=0.3)  # fmt: skip
 
 
 def variation(rng, seed):
@@ -30,7 +32,7 @@ def variation(rng, seed):
     which is painted from `seed`."""
 
     def around(value, spread):
-        value = np.asarray(value, float)
+        value = np.asarray(value, float)[()]  # of one number a scalar
         return value if rng is None else value * (1 + rng.uniform(-spread, spread, value.shape))
 
     return np.random.default_rng(seed) if rng is None else rng, around
@@ -77,13 +79,7 @@ def paint_look(rng=None):
         sky=sky_texture(rng, around(0.45, 0.6), haze, zenith=around((0.22, 0.43, 0.74), 0.15)),
         stone=stone_texture(rng, tint=around(0.56, 0.2) * around((1.07, 1.02, 0.93), 0.05)),
         metal=metal_texture(rng, tint=around(0.88, 0.08) * around((0.985, 0.995, 1.015), 0.02)),
-        tile=float(around(Scene.tile, 0.2)),
-        dark=around(Scene.dark, 0.2),
-        sun_azimuth=float(around(Scene.sun_azimuth, 0.9)),
-        sun_height=float(around(Scene.sun_height, 0.3)),
-        sun=float(around(Scene.sun, 0.2)),
-        ambient=float(around(Scene.ambient, 0.15)),
-        headlight=float(around(Scene.headlight, 0.3)),
+        **{name: around(getattr(Scene, name), spread) for name, spread in SPREADS.items()},
     )
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel, update_bn
+from torchvision.transforms.v2 import functional as TF
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -71,17 +72,14 @@ def caption_draws(seed, generator):
     concepts = torch.cat([index, index.repeat_interleave(CAPTIONS_PER_STEP)])
     weights = torch.where(torch.arange(len(concepts)) < len(index), EXACT_WEIGHT, 1.0)
     while True:
-        drawn = [
-            pool[torch.randint(len(pool), (CAPTIONS_PER_STEP,), generator=generator)]
-            for pool in pools
-        ]
+        size = (CAPTIONS_PER_STEP,)
+        drawn = [pool[torch.randint(len(pool), size, generator=generator)] for pool in pools]
         yield torch.cat([exact, *drawn]), concepts, weights
 
 
 def normalised(pictures):
     """uint8 [B, 3, 64, 64] to what the image tower takes, channels last for speed on CPUs."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-    pictures = (pictures.float() / 255 - mean) / std
+    pictures = TF.normalize(pictures.float() / 255, MEAN, STD)
     return pictures.contiguous(memory_format=torch.channels_last)
 
 
@@ -167,8 +165,7 @@ def main():
     source = args.init or HERE
     model = open_clip.create_model(f"local-dir:{source}", load_weights=args.init is not None)
     model = model.to(memory_format=torch.channels_last)
-    # an exponential average, faster at first
-    average = AveragedModel(
+    average = AveragedModel(  # exponential, faster at first
         model, avg_fn=lambda old, new, n: old + (new - old) * max(0.005, 10 / (n + 10))
     )
     captions = caption_draws(args.seed, generator)
@@ -183,14 +180,8 @@ def main():
     geometry = ((geometry - mean) / std).clamp(-3, 3)
     matrices = [p for n, p in model.named_parameters() if p.ndim >= 2 and "embedding" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embedding" in n]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [*matrices, *head.parameters()], "weight_decay": 0.05},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=args.lr,
-        betas=(0.9, 0.98),
-    )
+    groups = [{"params": [*matrices, *head.parameters()]}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, args.lr, (0.9, 0.98), weight_decay=0.05)
     steps = len(pictures) // args.batch_size * args.epochs
     warmup = min(100, steps // 10 + 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -225,14 +216,14 @@ def main():
     # batch norm's statistics, over shuffled, plain pictures: the scenes' differ
     shuffled = torch.randperm(len(pictures), generator=generator)[: 60 * 256].split(256)
     update_bn((normalised(pictures[rows]) for rows in shuffled), average)
-    config = (source / CONFIG).read_text()
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / CONFIG).write_text(config)
-    state = {
-        key: (value.half() if value.is_floating_point() else value).contiguous()
-        for key, value in average.module.state_dict().items()
-    }
-    save_file(state, args.out / WEIGHTS, {"format": "pt"})
+    (args.out / CONFIG).write_text((source / CONFIG).read_text())
+    state = average.module.half().state_dict()
+    save_file(
+        {key: value.contiguous() for key, value in state.items()},
+        args.out / WEIGHTS,
+        {"format": "pt"},
+    )
     (args.out / WEIGHTS).chmod(0o644)  # safetensors keeps files to their owner
     say(f"wrote {args.out}; its held-out figures: tiny_clip/evaluate.py")
 
