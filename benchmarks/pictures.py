@@ -52,7 +52,7 @@ def film(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, siz
         size: height and width of a policy's picture in pixels.
     """
     films = [episode(folder, 50, size) for folder in runs]
-    pictures = [Image.fromarray(grid(list(cells), 3)) for cells in zip(*films)]
+    pictures = [Image.fromarray(grid(list(cells), min(5, len(cells)))) for cells in zip(*films)]
     options = {"save_all": True, "append_images": pictures[1:], "duration": 80, "loop": 0}  # ms
     pictures[0].save(out, quality=60, method=6, **options)
     say(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
