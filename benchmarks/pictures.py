@@ -36,12 +36,11 @@ def episode(folder, moments, size):
     shown = np.linspace(0, len(data) - 1, moments).astype(int)
     frames = scorer.render(data.states[shown], size)
     scorer.close()
-    lines = textwrap.wrap(args.target_prompt[0], size // 6 + 1)
-    sentence = "\n".join((lines + ["", "", ""])[:3])
-    return [framed(frame, sentence) for frame in frames]
+    lines = [*textwrap.wrap(args.target_prompt[0], size // 6 + 1), "", "", ""]
+    return [framed(frame, "\n".join(lines[:3])) for frame in frames]
 
 
-def film(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, size: int = 180):
+def film(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path):
     """Film learned policies side by side, each above its sentence, as one animated picture. Of each
     run best.pt is played for one episode, without exploration, from a start that training never
     had: the first one, whatever comes of it. All episodes take the same time in the film.
@@ -49,30 +48,27 @@ def film(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, siz
     Args:
         runs: folders of runs.
         out: .webp, .gif or .png to write.
-        size: height and width of a policy's picture in pixels.
     """
-    films = [episode(folder, 50, size) for folder in runs]
+    films = [episode(folder, moments=50, size=160) for folder in runs]
     pictures = [Image.fromarray(grid(list(cells), min(5, len(cells)))) for cells in zip(*films)]
     options = {"save_all": True, "append_images": pictures[1:], "duration": 80, "loop": 0}  # ms
     pictures[0].save(out, quality=60, method=6, **options)
     say(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 
-def looks(out: Path, size: int = 240):
+def looks(out: Path):
     """Draw a state of two tasks with --no-textured and with --textured.
 
     Args:
         out: .png to write.
-        size: height and width of a picture in pixels.
     """
     cells = []
     for script, env_id in ((sac, "Humanoid-v5"), (dqn, "MountainCar-v0")):
         for textured in (False, True):
-            args = script.Args(env_id=env_id, render_size=size, textured=textured)
+            args = script.Args(env_id=env_id, render_size=240, textured=textured)
             state = sac.describe_env(env_id) if script is sac else np.array([-0.2, 0.0])
             frame = script.make_renderer(args).render(state[None])[0]
-            flag = "--textured" if textured else "--no-textured"
-            cells.append(framed(frame, f"{env_id} {flag}"))
+            cells.append(framed(frame, f"{env_id} --{'' if textured else 'no-'}textured"))
     Image.fromarray(grid(cells, 4)).save(out, optimize=True)
 
 

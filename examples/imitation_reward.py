@@ -50,20 +50,18 @@ def make_env():
 
 
 def main(steps):
-    reward = CLIPReward(
-        load_clip("local-dir:tiny_clip"), ["pole vertically upright on top of the cart"]
-    )
+    clip = load_clip("local-dir:tiny_clip")
+    reward = CLIPReward(clip, ["pole vertically upright on top of the cart"])
     function = CLIPRewardFn(reward, ClassicRenderer("CartPole-v1", 64))
     envs = RewardVecEnvWrapper(DummyVecEnv([make_env] * 8), function)
     settings = {"n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20}
     model = PPO("MlpPolicy", envs, learning_rate=1e-3, seed=1, **settings)
-    before = after = None
+    returns = []
     for _ in range(max(1, steps // 3200)):
         model.learn(3200, envs.make_log_callback(), reset_num_timesteps=False)
-        after = np.mean(envs.episode_rewards)
-        before = after if before is None else before
-        print(f"step {model.num_timesteps}: CLIP reward per episode {after:.1f}", flush=True)
-    print(f"from {before:.1f} to {after:.1f}")
+        returns.append(np.mean(envs.episode_rewards))
+        print(f"step {model.num_timesteps}: CLIP reward per episode {returns[-1]:.1f}", flush=True)
+    print(f"from {returns[0]:.1f} to {returns[-1]:.1f}")
 
 
 if __name__ == "__main__":

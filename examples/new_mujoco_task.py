@@ -56,6 +56,9 @@ class Lamp(MujocoEnv):
 gym.register("Lamp-v0", Lamp)
 
 
+FLAGS = """--clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --episode-length 50
+    --total-timesteps 12000 --learning-starts 1000 --gradient-steps 100 --batch-size 128
+    --entropy-coef 0.05 --checkpoint-freq 4000 --video-freq 4000"""
 GOAL = np.array([[-0.5, 2.0, 0.6, 0, 0, 0]])  # qpos and qvel of a lamp to read by
 
 
@@ -71,10 +74,7 @@ def main():
     renderer = egl_render.MujocoRenderer(model, 224, camera)
     goal.parent.mkdir(exist_ok=True)
     Image.fromarray(renderer.render(GOAL)[0]).save(goal)
-    flags = "--clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --episode-length 50"
-    flags += " --total-timesteps 12000 --learning-starts 1000 --gradient-steps 100"
-    flags += " --batch-size 128 --entropy-coef 0.05 --checkpoint-freq 4000 --video-freq 4000"
-    words = [*flags.split(), *sys.argv[1:], "--env-id", "examples.new_mujoco_task:Lamp-v0"]
+    words = [*FLAGS.split(), *sys.argv[1:], "--env-id", "examples.new_mujoco_task:Lamp-v0"]
     words += ["--judge", f"{Path(__file__).resolve()}:bent"]
     if not any(word.startswith(("--target-prompt", "--target-image")) for word in sys.argv):
         words += ["--target-image", str(goal)]

@@ -53,7 +53,7 @@ class LinearHead(nn.Module):
     """A linear layer on CLIP's unit-norm embeddings, the form of most aesthetic scores: weights [D]
     and a bias from a file of yours (here: some words against others, the simplest head)."""
 
-    def __init__(self, device, model, more, less):
+    def __init__(self, device, more, less, model="local-dir:tiny_clip"):
         super().__init__()
         clip = clip_reward.load_clip(model, device)
         self.clip, low = (clip_reward.CLIPReward(clip, [words]) for words in (more, less))
@@ -79,14 +79,10 @@ def main():
     qpos = np.concatenate([poses.sample(name, rng, 50) for name in names])
     states = np.pad(qpos, ((0, 0), (0, 23)))  # at rest
     goal = make_renderer("cpu").render(np.pad(poses.sample("kneeling", rng), ((0, 0), (0, 23))))[0]
+    words = {"more": "a humanoid robot kneeling", "less": "a humanoid robot standing up"}
     rewards = {
         "distance to a picture of kneeling": functools.partial(GoalDistance, goal=goal),
-        "head: kneeling against standing": functools.partial(
-            LinearHead,
-            model="local-dir:tiny_clip",
-            more="a humanoid robot kneeling",
-            less="a humanoid robot standing up",
-        ),
+        "head: kneeling against standing": functools.partial(LinearHead, **words),
     }
     for title, make_reward in rewards.items():
         scorer = clip_reward.Scorer(make_renderer, make_reward)  # in this process

@@ -114,7 +114,7 @@ def main(args, flags):
     codes, done = [(result.metrics or {}).get("exit_code") for result in results], {}
     for run, code in zip(runs, codes):
         folder = folder_of(out, *run)
-        if code == 0:  # the newest of its runs
+        if code == 0:
             newest = max(folder.glob("*/args.json"), key=os.path.getmtime).parent
             done.setdefault(run[0], []).append(newest)
         else:

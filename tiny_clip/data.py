@@ -155,8 +155,8 @@ def geometry(qpos):
     for name, values in facts.items():
         side, _, part = name.partition("_")
         if side == "right":
-            columns.append(np.maximum(values, facts[f"left_{part}"]))
-            columns.append(np.minimum(values, facts[f"left_{part}"]))
+            both = values, facts[f"left_{part}"]
+            columns += np.maximum(*both), np.minimum(*both)
         elif side != "left":
             columns.append(values)
     return np.stack(columns, 1)
@@ -165,9 +165,6 @@ def geometry(qpos):
 def _family(concepts):
     """Weights [C]: of a picture's own concepts 1; others, easily told apart, count little."""
     return np.array([1.0 if concept in concepts else 0.15 for concept in CONCEPTS])
-
-
-AT_REST = ("standing", "kneeling", "lying_back", "lying_front")
 
 
 def truth_of(names, qpos):
@@ -185,7 +182,8 @@ def truth_of(names, qpos):
     various = unnamed | falling | contorted
     geometry = {concept: d[concept] for concept in ("lying", "lying_back", "lying_front")}
     falls = poses.is_pose("falling", facts) & (facts["up"] <= 0.85)  # or it may yet catch itself
-    rests = [poses.is_pose(name, facts) for name in AT_REST]
+    at_rest = ("standing", "kneeling", "lying_back", "lying_front")
+    rests = [poses.is_pose(name, facts) for name in at_rest]
     geometry["falling"] = np.where(unnamed, falls, falling)
     low_knees = np.maximum(facts["right_knee"], facts["left_knee"]) < 0.2
     half_down = (facts["pelvis"] > 0.2) & (facts["pelvis"] < 0.75)
@@ -309,24 +307,20 @@ def _camera(scene, rng):
         return environment_camera()
     if rng.random() < 0.2:
         return egl_render.PAPER_CAMERA
-    azimuth = rng.uniform(90, 270)  # from the left side to the right
+    # from the left side to the right
+    camera = dataclasses.replace(egl_render.PAPER_CAMERA, azimuth=rng.uniform(90, 270))
     if scene == "canonical" and rng.random() < 0.7:
-        return dataclasses.replace(egl_render.PAPER_CAMERA, azimuth=azimuth)
-    return dataclasses.replace(
-        egl_render.PAPER_CAMERA,
-        distance=3.5 * rng.uniform(0.85, 1.15),
-        azimuth=azimuth,
-        elevation=rng.uniform(-25, 0),
-        lookat=(0.0, 0.0, rng.uniform(0.7, 1.2)),
-    )
+        return camera
+    distance, elevation = 3.5 * rng.uniform(0.85, 1.15), rng.uniform(-25, 0)
+    lookat = (0.0, 0.0, rng.uniform(0.7, 1.2))
+    return dataclasses.replace(camera, distance=distance, elevation=elevation, lookat=lookat)
 
 
 def draw_job(job):
     """One job's pictures [count, 3, 64, 64] uint8; truth and weight [count, C], geometry [count, G]
     float32, nan where there is no humanoid."""
-    rng = np.random.default_rng(job.seed)
     draw = _draw_classic if job.scene in classic.SCENES else _draw_humanoid
-    pictures, *known = draw(job, rng)
+    pictures, *known = draw(job, np.random.default_rng(job.seed))
     return pictures, *(column.astype(np.float32) for column in known)
 
 

@@ -31,13 +31,8 @@ HERE = Path(__file__).resolve().parent
 # train.py uses 10 000 s + i of its seed s; from 2 000 000 to 2 000 002 and 5 000 000 to 5 000 003
 # it was decided which weights to keep, so no figure is taken from them any more
 SEED = 6_000_000
-PROMPTS = {
-    **poses.TASKS,
-    "lying": "a humanoid robot lying on the ground",
-    "robot": "a humanoid robot",
-    "upright": classic.CAPTIONS["upright"][0],
-    "peak": classic.CAPTIONS["peak"][0],
-}
+PROMPTS = {name: data.CAPTIONS[name][0].format(data.SUBJECT)
+           for name in (*poses.TASKS, "lying", "robot", "upright", "peak")}  # fmt: skip
 PROMISED = ("kneeling", "standing", "splits", "lotus", "arms_raised", "lying")
 MIN_AUC, MIN_SPEARMAN = 0.95, 0.8
 UNSEEN = classic.WORDS["unseen"]

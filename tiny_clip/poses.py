@@ -178,11 +178,10 @@ def sample(name, rng, n=1):
     quaternion, radians); the lowest geom touches the floor ("falling": at most 5 cm above).
     Raises ValueError for an unknown name.
     """
-    states = np.empty((n, 24))
-    for i in range(n):
-        settled = _settled(name, rng)
-        states[i] = _face(settled, rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2))
-    return states
+    return np.stack([
+        _face(_settled(name, rng), rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2))
+        for _ in range(n)
+    ])  # fmt: skip
 
 
 def path(start, goal, t):

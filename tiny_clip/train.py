@@ -195,11 +195,10 @@ def main():
             model.train()
             batch = augmented(pictures[rows], generator)
             loss = loss_of(model, batch, truth[rows], weight[rows], next(captions))
-            robots = humanoid[rows]
-            places = head(features.pop())
-            geometry_loss = places.new_zeros(())
-            if robots.any():
-                geometry_loss = F.mse_loss(places[robots], geometry[rows][robots])
+            robots, geometry_loss = rows[humanoid[rows]], torch.zeros(())
+            places = head(features.pop())[humanoid[rows]]
+            if len(robots):
+                geometry_loss = F.mse_loss(places, geometry[robots])
             loss = loss + GEOMETRY_WEIGHT * geometry_loss
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
