@@ -223,7 +223,7 @@ class Sheet(OnDataset):
 class Success(OnDataset):
     """Success rate of a policy by judge, or of a dataset's episodes by judge or by a person's
     labels, with a video of the verdicts, in a new folder success_.. in the run or beside the
-    dataset."""
+    dataset. Without a judge the environment's info["success"] at the last step counts."""
 
     dataset: Path | None = None
     """a file made by collect"""

@@ -49,8 +49,10 @@ def moment(episode, t):
     the words below that on the whole episode."""
     frames, steps, success = episode
     t, verdict = min(t, len(frames) - 1), "success" if success else "failure"
-    words = f"step {t + 1}: {steps[: t + 1].sum():.0f} good\nepisode: {verdict}"
-    return framed(frames[t], words, steps[t] == 1)
+    known = np.isfinite(steps[t])  # not by the environment's verdict on the whole episode
+    good = f": {steps[: t + 1].sum():.0f} good" if known else ""
+    words = f"step {t + 1}{good}\nepisode: {verdict}"
+    return framed(frames[t], words, steps[t] == 1 if known else None)
 
 
 def judged_video(episodes):

@@ -7,18 +7,27 @@ import numpy as np
 
 import egl_render
 from clip_reward import UsageError
+from environments import judges
 from environments.judges import THRESHOLD
 from evaluation import figures
 from evaluation.datasets import labels_of, play, results_folder, write_csv
 from evaluation.runs import checkpoint_paths, load_run, make_scorer, task_of
 from training.run import say, write
 
+VERDICT = {  # of an environment without a judge
+    "name": "success",
+    "judge": lambda states: np.full(len(states), np.nan),
+    "criterion": 'The environment says so: info["success"] at the last step.',
+}
+
 
 def play_runs(chosen, episodes, judge, own):
     """Play episodes of [(run, name of its checkpoint)] -> (judges.Task of the first, path for the
     results in it, {name: Dataset}). Raises UsageError before anything slow."""
-    all_args = [load_run(folder, own) for folder, _ in chosen]
-    task = task_of(judge, all_args[0], chosen[0][0])
+    all_args = [load_run(folder, own, stateless=not judge) for folder, _ in chosen]
+    args, where = all_args[0], chosen[0][0]
+    known = judge or args.judge or judges.task_for(args.env_id, args.target_prompt)
+    task = task_of(judge, args, where) if known else judges.Task(**VERDICT, env_ids=(args.env_id,))
     if task.env_ids and all_args[-1].env_id not in task.env_ids:
         raise UsageError(f"--compare {chosen[-1][0]}: {all_args[-1].env_id} has no {task.name}")
     paths = [checkpoint_paths(folder, [name]) for folder, name in chosen]
@@ -27,6 +36,8 @@ def play_runs(chosen, episodes, judge, own):
         kind = "ground truth" if args.reward == "ground-truth" else args.clip_model
         name = f"{folder.resolve().name} ({kind}, {name})"
         played[name] = play(args, path, episodes, key=(0, 3))
+        if not known and (played[name].success < 0).any():
+            task_of(judge, args, where)  # raises: there is nothing to judge by
     run, checkpoint = chosen[0]
     return task, run / f"success_{checkpoint}", played
 
@@ -41,9 +52,9 @@ def judge_episodes(source, data, task, labels):
         now = data.rows(k)
         good, name = verdicts[now], f"{source}, step {data.checkpoint_step[now[0]]}"
         good = good[np.isfinite(good)]
-        if k not in answers and not len(good):
-            continue
         own = data.success[now[0]] if own_rule else -1  # by the task's own rule; -1: it has none
+        if k not in answers and not len(good) and own < 0:
+            continue
         won = answers.get(k, own if own >= 0 else len(good) and good.mean() >= THRESHOLD)
         counts = {"good_steps": int(good.sum()), "steps": len(good), "success": int(won)}
         table.append({"name": name, "episode": k} | counts)
@@ -60,7 +71,7 @@ def success(task, out, played, labels, videos):
     for source, data in played.items():
         judged, verdicts = judge_episodes(source, data, task, labels)
         table += judged
-        if videos:
+        if videos and data.states.shape[1]:
             with closing(make_scorer(data.args, cameras=1)) as scorer:
                 for row in judged[:videos]:
                     now = data.rows(row["episode"])
@@ -75,8 +86,8 @@ def success(task, out, played, labels, videos):
         won, count = sum(row["success"] for row in rows), len(rows)
         low, high = binomtest(won, count).proportion_ci(method="wilson")
         words = f"success {100 * won / count:.0f} % ({won} of {count} episodes), 95 % interval"
-        steps = f"successful steps {100 * np.mean(share or [0]):.0f} %"
-        say(f"{name}: {words} {100 * low:.0f} to {100 * high:.0f} %; {steps}")
+        steps = f"; successful steps {100 * np.mean(share):.0f} %" if share else ""
+        say(f"{name}: {words} {100 * low:.0f} to {100 * high:.0f} %{steps}")
         rate = {"episodes": count, "success_rate": won / count, "low": low, "high": high}
         summary.append({"name": name} | rate)
         shares[f"{name}: {100 * won / count:.0f} %"] = share

@@ -72,22 +72,23 @@ def args_of(saved, where, own):
 
 
 def state_size(args, where):
-    """Return how many numbers a state of the task has, or None for a copy of a script that does not
-    say. Raises UsageError for a task that is not there, or has no states."""
+    """Return how many numbers a state of the task has: 0 if only its own render() can draw it, None
+    for a copy of a script that does not say. Raises UsageError for a task that is not there."""
     script = script_of(args)
     if args.env_id not in getattr(script, "TASKS", [args.env_id]):
         raise UsageError(f"{where}: DQN has no task {args.env_id}")
     if args.env_id in CLASSIC_STATE_SIZES or not hasattr(script, "describe_env"):
         return CLASSIC_STATE_SIZES.get(args.env_id)
-    if (state := script.describe_env(args.env_id)) is None:
-        raise UsageError(f"{where}: {args.env_id} has no states to draw pictures from")
-    return len(state)
+    state = script.describe_env(args.env_id)
+    return 0 if state is None else len(state)
 
 
-def load_run(folder, own=None):
-    """Return the Args of a run. Raises UsageError, as `args_of`."""
+def load_run(folder, own=None, stateless=False):
+    """Return the Args of a run. Raises UsageError, as `args_of`, and for a task without states,
+    unless these may be missing."""
     args = args_of(saved_flags(folder), folder, own or Own())
-    state_size(args, folder)
+    if state_size(args, folder) == 0 and not stateless:
+        raise UsageError(f"{folder}: {args.env_id} has no states to draw pictures from")
     if hasattr(args, "terminate"):
         args.terminate = False  # whatever it learned by, it is judged on whole episodes
     return args
@@ -157,9 +158,8 @@ def rollout(args, path, seeds, explore=False):
         else:
             actions = network.best_actions(observations)
         observations, rewards, _, _, infos = envs.step(actions)
-        if "states" not in infos:
-            raise UsageError(f"{args.env_id} has no states to draw pictures from")
-        steps.append((np.stack(infos["states"]).astype(np.float64), rewards))
+        states = infos["states"] if "states" in infos else [()] * len(seeds)
+        steps.append((np.array([*states], np.float64), rewards))
     envs.close()
     states, env_reward = (np.concatenate(np.stack(column, 1)) for column in zip(*steps))
     episode, step = (index.ravel() for index in np.indices((len(seeds), len(steps))))

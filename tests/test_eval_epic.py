@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from helpers import ROOT, TINY, environment
+from helpers import ROOT, TINY, environment, only_run, run
 from PIL import Image
 
 import clip_reward
@@ -836,6 +836,60 @@ def test_a_malformed_dataset_is_one_line(cart, tmp_path, command):
     said = command("sheet", "--dataset", copy, code=2).err
     assert re.fullmatch(rf"error: {copy}.*\n", said), said
     assert "missing" in refused(eval_epic.Sheet(dataset=tmp_path / "none.npz"))
+
+
+OWN_VERDICT = """
+import gymnasium as gym
+import numpy as np
+
+
+class Line(gym.Env):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    observation_space = gym.spaces.Box(-100, 100, (1,))
+    action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.start = self.x = float(self.np_random.uniform(-1, 1))
+        return np.array([self.x], np.float32), {}
+
+    def step(self, action):
+        self.x += 0.01 * float(action[0])
+        verdict = {"success": self.start > 0}
+        return np.array([self.x], np.float32), self.x, False, False, verdict
+
+    def render(self):
+        return np.zeros((16, 16, 3), np.uint8)
+
+
+gym.register("Line-v0", Line)
+"""
+
+
+def test_a_task_without_states_is_judged_by_its_own_verdict(tmp_path, command):
+    (tmp_path / "line.py").write_text(OWN_VERDICT)
+    words = ["--env-id", "line:Line-v0", "--reward", "ground-truth", "--num-envs", 2]
+    words += ["--episode-length", 6, "--total-timesteps", 24, "--learning-starts", 12]
+    words += ["--gradient-steps", 1, "--hidden-size", 8, "--video-freq", 0]
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    run(sac.__file__, *words, "--runs-dir", tmp_path / "runs", **path)
+    judged = [ROOT / "eval_epic.py", "success", "--run", tmp_path / "runs", "--episodes", 9]
+    said = run(*judged, "--env-id", "line:Line-v0", **path).stdout
+    folder = only_run(tmp_path / "runs")
+    seeds = np.random.SeedSequence(1, spawn_key=(3, 0)).generate_state(9)
+    starts = [
+        np.random.default_rng(np.random.PCG64(np.random.SeedSequence(int(seed)))).uniform(-1, 1)
+        for seed in seeds
+    ]
+    won = int(np.sum(np.array(starts) > 0))
+    assert 0 < won < 9 and f"({won} of 9 episodes)" in said, said
+    rows = read_table(folder / "success_best/episodes.csv")
+    assert [int(row["success"]) for row in rows] == [int(x > 0) for x in starts]
+    own = ["--env-id", "line:Line-v0", "--judge", "kneeling"]
+    assert "no states" in run(*judged, *own, code=2, **path).stderr
 
 
 # ------------------------------------------------------------------------------ landscape
