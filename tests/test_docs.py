@@ -44,6 +44,8 @@ def parser(script, words):
     kind = getattr(module, "Args", None) or getattr(module, "main", None)
     if name == "eval_epic":
         kind, words = getattr(module, words[0].capitalize()), words[1:]
+    if script.stem == "pictures":
+        kind, words = getattr(module, words[0]), words[1:]
     if script.stem in ("pipeline", "sweep"):  # hand on what they do not know
         _, words = tyro.cli(kind, args=words, return_unknown_args=True)
     if script.stem in ("pipeline", "sweep", "new_mujoco_task"):
