@@ -11,7 +11,7 @@ from environments import judges
 from environments.judges import THRESHOLD
 from evaluation import figures
 from evaluation.datasets import labels_of, play, results_folder, write_csv
-from evaluation.runs import checkpoint_paths, load_run, make_scorer, task_of
+from evaluation.runs import checkpoint_paths, load_run, make_scorer, script_of, task_of
 from training.run import say, write
 
 VERDICT = {  # of an environment without a judge
@@ -21,13 +21,23 @@ VERDICT = {  # of an environment without a judge
 }
 
 
+def has_verdict(args):
+    """Return whether the environment's info has "success"."""
+    env = script_of(args).make_env(args)()
+    env.reset(seed=0)
+    return "success" in env.step(env.action_space.sample())[-1]
+
+
 def play_runs(chosen, episodes, judge, own):
     """Play episodes of [(run, name of its checkpoint)] -> (judges.Task of the first, path for the
     results in it, {name: Dataset}). Raises UsageError before anything slow."""
     all_args = [load_run(folder, own, stateless=not judge) for folder, _ in chosen]
     args, where = all_args[0], chosen[0][0]
-    known = judge or args.judge or judges.task_for(args.env_id, args.target_prompt)
-    task = task_of(judge, args, where) if known else judges.Task(**VERDICT, env_ids=(args.env_id,))
+    named = judge or args.judge or judges.task_for(args.env_id, args.target_prompt)
+    if not named and has_verdict(args):
+        task = judges.Task(**VERDICT, env_ids=(args.env_id,))
+    else:
+        task = task_of(judge, args, where)
     if task.env_ids and all_args[-1].env_id not in task.env_ids:
         raise UsageError(f"--compare {chosen[-1][0]}: {all_args[-1].env_id} has no {task.name}")
     paths = [checkpoint_paths(folder, [name]) for folder, name in chosen]
@@ -36,8 +46,6 @@ def play_runs(chosen, episodes, judge, own):
         kind = "ground truth" if args.reward == "ground-truth" else args.clip_model
         name = f"{folder.resolve().name} ({kind}, {name})"
         played[name] = play(args, path, episodes, key=(0, 3))
-        if not known and (played[name].success < 0).any():
-            task_of(judge, args, where)  # raises: there is nothing to judge by
     run, checkpoint = chosen[0]
     return task, run / f"success_{checkpoint}", played
 

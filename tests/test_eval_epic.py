@@ -733,7 +733,7 @@ def refused(act):
 
 def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     def message(run, **words):
-        return refused(eval_epic.Success(run=run, **words))
+        return refused(lambda: eval_epic.Success(run=run, **words)())
 
     assert "args.json" in message(tmp_path / "nowhere")
     args = json.loads((runs["good"] / "args.json").read_text())
@@ -879,7 +879,7 @@ def test_a_task_without_states_is_judged_by_its_own_verdict(tmp_path, command):
     judged = [ROOT / "eval_epic.py", "success", "--run", tmp_path / "runs", "--episodes", 9]
     said = run(*judged, "--env-id", "line:Line-v0", **path).stdout
     folder = only_run(tmp_path / "runs")
-    seeds = np.random.SeedSequence(1, spawn_key=(3, 0)).generate_state(9)
+    seeds = np.random.SeedSequence(0, spawn_key=(3, 0)).generate_state(9)
     starts = [
         np.random.default_rng(np.random.PCG64(np.random.SeedSequence(int(seed)))).uniform(-1, 1)
         for seed in seeds
