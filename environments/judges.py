@@ -1,13 +1,13 @@
 """Does a state do what the prompt says? A function `states -> bool` for every task of the paper.
 
     judges.TASKS["kneeling"].judge(states)            # [B, S] float64 -> [B] bool
-    judges.find_task("my_task.py:somersault", None)   # your own, such a function of states
+    judges.find_task("my_task.py:somersault", None)   # your own function of states
 
 Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
 judges its videos (appendix on the humanoid's tasks), put into numbers with MuJoCo's geometry and
-contacts. They share no code with the pose library in tiny_clip/, but limits were drawn by looking
-at its samples and at frames of a training run: strict about what the words say, lenient about
-style (where the arms are while it kneels, how straight it stands, whether it rocks).
+contacts. They share no code with the pose library in tiny_clip/, but the limits were chosen by
+looking at its samples and at frames of a training run: strict about what the words say, lenient
+about style (where the arms are while it kneels, how straight it stands, whether it rocks).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import egl_render
 from clip_reward import UsageError
 from environments import classic
 
-REACH = 0.10  # m above the floor up to which contacts are looked for at all
-TOUCH = 0.06  # m: what is nearer looks as if it were on the floor; a rocking robot is never flat
-KNEE_TOUCH = 0.08  # m: the same for knees; up to here pictures of a run look like kneeling
-KNEE = 0.12  # m from the knee joint: contacts of shin or thigh within this are the knee's
+REACH = 0.10  # m: contacts are searched for up to this height above the floor
+TOUCH = 0.06  # m: anything nearer looks as if it touches the floor; a rocking robot never lies flat
+KNEE_TOUCH = 0.08  # m: the same for knees; up to here, frames of a run look like kneeling
+KNEE = 0.12  # m from the knee joint: contacts of shin or thigh within this distance are the knee's
 SIDES = ("right", "left")
 OUTWARD = np.array([[1, -1, 1], [1, 1, 1]])  # of right and left
 PARTS = {
@@ -43,8 +43,8 @@ PARTS = {
 
 @functools.lru_cache(1)
 def _humanoid():
-    """Return Gymnasium's humanoid, which has contacts with the floor from REACH on: (mujoco, model,
-    data, {name of a geom: its number})."""
+    """Return Gymnasium's humanoid, which reports contacts with the floor from REACH on: (mujoco,
+    model, data, {name of a geom: its number})."""
     egl_render.setup_gl()  # which has to come before mujoco
     import mujoco
 

@@ -1,4 +1,4 @@
-"""Rewards compared: models with labels, prompts and cameras with labels, alphas along a line."""
+"""Compare rewards: models, prompts and cameras with labels; alphas along one coordinate."""
 
 import itertools
 import os
@@ -116,7 +116,7 @@ def prompts(data, task, labels, reward, out, judge=None):
     found["baseline_prompt"] = models[0].baseline_prompt if best["reward_alpha"] else ()
     found["judge"] = judge
     if task.name in judges.HUMANOID and best["prompt"] != task.target_prompt:
-        found["judge"] = task.name  # which the script would only know by the paper's prompt
+        found["judge"] = task.name  # the script knows it only by the paper's prompt
     say("train with the best:", f"    {training_command(data.args, found)}")
 
 

@@ -1,7 +1,7 @@
 """A dataset: states, what is known of them, and what they were made from, in one .npz file.
 
 Pictures are not part of it: a picture is a function of a state, drawn when somebody looks. A
-person's labels and all results stand in the folder of the same name, data/kneeling/.
+person's labels and all results are in the folder of the same name, data/kneeling/.
 """
 
 import csv
@@ -39,7 +39,7 @@ class Dataset:
 
     def __post_init__(self):
         self.episode = np.arange(len(self)) if self.episode is None else self.episode
-        for name in COLUMNS[1:]:  # a single value is that of all states
+        for name in COLUMNS[1:]:  # a single value holds for all states
             setattr(self, name, np.full(len(self), getattr(self, name)))
 
     def __len__(self):
@@ -92,7 +92,7 @@ def play(args, paths, episodes, key, explore=False, every=1, made=()):
 
     Args:
         key: (seed, number of the use), from which the starts follow; training never has them.
-        made: what else to say of where the dataset is from.
+        made: what else to record about the dataset's origin.
     """
     parts, (seed, use) = [], key
     for k, path in enumerate(paths):
@@ -160,7 +160,7 @@ def label_rows(path):
 def read_labels(path, dataset, task):
     """Read a person's labels of a dataset -> {"frame": {row: bool}, "episode": {number: bool}}, in
     the order of the file. Rows on other datasets and tasks are skipped. Raises UsageError for a
-    row that says nothing."""
+    row that cannot be used."""
     there = {"frame": range(len(dataset)), "episode": set(dataset.episode.tolist())}
     labels = {"frame": {}, "episode": {}}
     for line, row in enumerate(label_rows(path)[1], 2):

@@ -49,7 +49,7 @@ def moment(episode, t):
     the words below that on the whole episode."""
     frames, steps, success = episode
     t, verdict = min(t, len(frames) - 1), "success" if success else "failure"
-    known = np.isfinite(steps[t])  # not by the environment's verdict on the whole episode
+    known = np.isfinite(steps[t])  # NaN where only the whole episode has a verdict
     good = f": {steps[: t + 1].sum():.0f} good" if known else ""
     words = f"step {t + 1}{good}\nepisode: {verdict}"
     return framed(frames[t], words, steps[t] == 1 if known else None)

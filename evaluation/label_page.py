@@ -1,9 +1,9 @@
 """Label a dataset by hand, in the browser, one key press per answer. Needs gradio.
 
 Y: the picture meets the task's criterion, N: it does not, S: leave it for the end, U: undo. Every
-answer is in the file before the next picture comes, and the same command continues where the last
-one stopped. The page listens on 127.0.0.1 and loads nothing from anywhere else. What the judge says
-is not shown, or a person would learn to agree with it.
+answer is saved before the next picture appears, and the same command continues where the last one
+stopped. The page listens on 127.0.0.1 and loads nothing from anywhere else. The judge's verdict is
+not shown: a person would learn to agree with it.
 """
 
 import base64
@@ -48,9 +48,9 @@ class Session:
         return [k for k in self.order if k not in self.answers] + skipped
 
     def answer(self, index, label):
-        """Save that `index` meets the criterion or not, or leave it for the end (None). An answer
-        to what is not asked now is dropped: a hasty second press, or another window. Raises
-        RunError, UsageError if it cannot be saved; nothing has changed then."""
+        """Save whether `index` meets the criterion, or leave it for the end (None). An answer to a
+        picture that is no longer shown is dropped: a second press, or another window. Raises
+        RunError or UsageError if it cannot be saved; then nothing has changed."""
         with self.lock:
             if index in self.todo()[:1]:
                 self._save(index, label)

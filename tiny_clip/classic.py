@@ -1,5 +1,5 @@
-"""What tiny_clip learns of CartPole and MountainCar: captions, which of them is how true of what
-state, and pictures. The counterpart of poses.py and data.py's humanoid half.
+"""What tiny_clip learns about CartPole and MountainCar: captions, how true each is of a state, and
+pictures. The counterpart of poses.py and of data.py's humanoid half.
 
     states = sample_states("cartpole", np.random.default_rng(0), 600)       # [600, 4] float64
     truth = truth_of("cartpole", states)                                    # dict of [600]
@@ -29,7 +29,7 @@ SCENES = {
 
 
 def sample_states(scene, rng, count):
-    """States [count, 4 or 2] float64 at rest: everywhere, and more of those near the goal."""
+    """Sample states [count, 4 or 2] float64 at rest, everywhere, with more near the goal."""
     near = rng.random(count) < 0.4
     if scene == "cartpole":
         x = np.clip(rng.uniform(-2.6, 2.6, count), -2.4, 2.4)  # some at the ends of the track
@@ -44,7 +44,7 @@ def _bump(x, center, width):
 
 
 def truth_of(scene, states):
-    """How true each concept of CAPTIONS is of states of a scene: dict of [B] in [0, 1].
+    """Return how true each concept of CAPTIONS is of states of a scene: dict of [B] in [0, 1].
 
     Smooth, with one maximum at the goal and a slope that reaches far, as for the humanoid: an agent
     needs to be told which of two bad states is nearer.
@@ -73,7 +73,7 @@ def truth_of(scene, states):
 
 
 def draw(scene, states, size, rng):
-    """Frames [B, size, size, 3] uint8; "mountain_varied" draws another landscape from rng."""
+    """Draw frames [B, size, size, 3] uint8; "mountain_varied" draws another landscape from rng."""
     env_id, textured = SCENES[scene]
     landscape = paint.mountain_scene(rng) if scene == "mountain_varied" else None
     return classic.ClassicRenderer(env_id, size, textured, landscape).render(states)

@@ -1,4 +1,4 @@
-"""What tiny_clip learns from: pictures of the scenes, captions, and which is how true.
+"""What tiny_clip learns from: pictures of the scenes, captions, and how true each caption is.
 
     qpos, truth, weight = draw_states(np.random.default_rng(0), 600)   # [600, 24], [600, C] twice
     pictures, truth, weight, geometry = make_pictures([Job(seed=0, scene="varied", count=600)])
@@ -42,7 +42,7 @@ BASELINES = ("robot", "cart", "mountain")  # true of every picture of their scen
 
 
 def reworded(caption, rng):
-    """One other way to put a caption: subject, beginning and end vary, a small word may go."""
+    """Reword a caption: its subject, beginning and end vary, and a small word may be dropped."""
 
     def pick(options):
         return options[rng.integers(len(options))]
@@ -68,18 +68,18 @@ def _ramp(x, low, high):
 
 
 def _half(*parts):
-    """How much of a pose there is, from that of its parts [B], all needed: one without the others
-    is little, and each adds something."""
+    """Combine the degrees of a pose's parts [B], all of which are needed: one part alone counts
+    little, and each adds something."""
     return 0.2 * np.mean(parts, 0) + 0.8 * np.min(parts, 0)
 
 
 def degrees(facts):
-    """How far each state is in each of the paper's poses, and in lying, from poses.describe(): dict
-    of [B] in [0, 1].
+    """Return how much of each of the paper's poses, and of lying, a state has, from
+    poses.describe(): dict of [B] in [0, 1].
 
-    Continuous in the state and rising on every way into the pose, since an agent in training comes
-    by every half-way state and has to be told which is nearer; but half of a pose (one arm raised,
-    one knee down, a lean) is little, or the agent stays there.
+    Continuous in the state and rising on every way into the pose, because an agent in training
+    passes through every state on the way and has to be told which is nearer; but half of a pose
+    (one arm raised, one knee down, a lean) counts little, or the agent stays there.
     """
     f = facts
     up = _ramp(f["up"], 0.7, 0.96) * _ramp(f["pelvis"], 0.55, 0.8) * _ramp(-f["off"], -0.35, -0.08)
@@ -148,8 +148,9 @@ GEOMETRY = 27  # what `geometry` finds
 
 
 def geometry(qpos):
-    """What train.py has a picture tell beside its captions, of states qpos [B, 24]: the facts of
-    poses.describe, of the two sides the larger and the smaller, which a mirror does not change.
+    """Return what train.py predicts from a picture besides its captions, for states qpos [B, 24]:
+    the facts of poses.describe; for left and right the larger and the smaller, which a mirror does
+    not change.
     [B, G] float64, lengths in m."""
     facts, columns = poses.describe(qpos), []
     for name, values in facts.items():
@@ -168,8 +169,8 @@ def _family(concepts):
 
 
 def truth_of(names, qpos):
-    """How true each concept is of states qpos [B, 24] float64, and where that is known: truth [B,
-    C], weight [B, C], float64 in [0, 1]. names [B] str: which pose of the library each was sampled
+    """Return how true each concept is of states qpos [B, 24] float64, and where it is known: truth
+    [B, C], weight [B, C], float64 in [0, 1]. names [B] str: which pose of the library each was sampled
     from, or "various"."""
     names, facts = np.asarray(names), poses.describe(qpos)
     d = degrees(facts)
@@ -225,15 +226,15 @@ def _path_truth(start, goal, t, qpos):
 
 @functools.cache
 def policy_states(held_out=False):
-    """States of policies that an earlier tiny_clip had taught, with what it took for the poses: [B,
-    24] float64. Every fifth episode is held out. How they came about: README.md."""
+    """Load states of policies that earlier tiny_clips had taught, right or wrong: [B, 24] float64.
+    Every fifth episode is held out. README.md says where they are from."""
     with np.load(HACKED) as file:
         return file["states"][(file["episode"] % 5 == 0) == held_out].astype(np.float64)
 
 
 def draw_states(rng, count):
-    """States of every kind and what is true of them: qpos [count, 24], truth [count, C], weight
-    [count, C], all float64."""
+    """Draw states of every kind and what is true of them: qpos [count, 24], truth [count, C],
+    weight [count, C], all float64."""
     source, parts = poses.SOURCES, []
     todo = {kind: round(share * count) for kind, share in source["shares"].items()}
 

@@ -4,7 +4,7 @@
     python tiny_clip/evaluate.py --clip-model ViT-B-32/laion2b_s34b_b79k
 
 States come from seeds that training never saw, pictures and rewards from the same code that a run
-uses. Ends with code 1 if the embedded model misses what it promises.
+uses. Exit code 1: the embedded model breaks a promise.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tiny_clip import classic, data, poses
 
 HERE = Path(__file__).resolve().parent
 # train.py uses 10 000 s + i of its seed s; from 2 000 000 to 2 000 002 and 5 000 000 to 5 000 003
-# it was decided which weights to keep, so no figure is taken from them any more
+# decided which weights to keep, so no figure is taken from them any more
 SEED = 6_000_000
 PROMPTS = {name: data.CAPTIONS[name][0].format(data.SUBJECT)
            for name in (*poses.TASKS, "lying", "robot", "upright", "peak")}  # fmt: skip
@@ -84,8 +84,8 @@ def table(head, rows):
 
 
 def pose_figures(judge, count, size):
-    """How well each prompt tells its pose, by `count` samples of each and as many rollout states as
-    of three: (Markdown, promises not kept)."""
+    """Measure how well each prompt tells its pose, by `count` samples of each and as many rollout
+    states as of three: (Markdown, promises not kept)."""
     rng = np.random.default_rng(SEED)
     samples = [poses.sample(name, rng, count) for name in poses.POSE_NAMES]
     rolled = poses.rollout_states(rng, 12)[:, :: max(1, 400 // count)].reshape(-1, 24)
@@ -124,7 +124,7 @@ def pose_figures(judge, count, size):
 
 
 def blend_figures(judge, blends, size):
-    """How the reward rises on `blends` ways into each pose: (Markdown, promises not kept)."""
+    """Measure how the reward rises on `blends` ways into each pose: (Markdown, broken promises)."""
     rng, t, ranks = np.random.default_rng(SEED + 1), np.linspace(0, 1, 11), {}
     for goal in poses.TASKS:
         if goal != "standing":
@@ -146,8 +146,8 @@ VIEWS = (120, 180, 240)
 
 
 def half_figures(judge, count, size):
-    """What half of a pose is paid: states of policies that no training saw, `count` times as many
-    half poses and samples of all poses, seen as in `make train`: (Markdown, [])."""
+    """Measure what half of a pose is paid: states of policies that no training saw, `count` times
+    as many half poses and samples of all poses, seen as in `make train`: (Markdown, [])."""
     rng = np.random.default_rng(SEED + 2)
     samples = [poses.sample(name, rng, count) for name in poses.TASKS]
     halves = [
@@ -176,7 +176,7 @@ def half_figures(judge, count, size):
 
 
 def classic_figures(judge, scenes=CLASSIC_SCENES, count=500, sizes=(64, 96)):
-    """How the reward agrees with the classic tasks' goals: (Markdown, promises not kept)."""
+    """Measure how the reward agrees with the classic tasks' goals: (Markdown, broken promises)."""
     rows, missed = [], []
     for scene in scenes:
         concept, column, low, high, goal, most = "upright", 2, -np.pi, np.pi, 0.0, 0.05

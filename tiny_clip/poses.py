@@ -1,4 +1,4 @@
-"""Poses of Gymnasium's humanoid: labelled states to train and to test judges of pictures with.
+"""Poses of Gymnasium's humanoid: labelled states to train and test models of pictures with.
 
     qpos = sample("kneeling", np.random.default_rng(0), n=8)  # [8, 24] settled on the floor
     path = blend("splits", rng, np.linspace(0, 1, 6))         # [6, 24] from standing to the pose
