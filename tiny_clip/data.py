@@ -170,8 +170,8 @@ def _family(concepts):
 
 def truth_of(names, qpos):
     """Return how true each concept is of states qpos [B, 24] float64, and where it is known: truth
-    [B, C], weight [B, C], float64 in [0, 1]. names [B] str: which pose of the library each was sampled
-    from, or "various"."""
+    [B, C], weight [B, C], float64 in [0, 1]. names [B] str: which pose of the library each was
+    sampled from, or "various"."""
     names, facts = np.asarray(names), poses.describe(qpos)
     d = degrees(facts)
     truth = np.array([_row(name) for name in names])
