@@ -1,7 +1,9 @@
 """Draw README's pictures: learned policies in motion, and what CLIP is shown.
 
-python benchmarks/pictures.py film runs/KNEELING runs/CARTPOLE --out docs/learned.webp
-python benchmarks/pictures.py looks --out docs/looks.png
+    python benchmarks/pictures.py film runs/KNEELING runs/CARTPOLE --out docs/learned.webp
+    python benchmarks/pictures.py looks --out docs/looks.png
+
+Neither needs a GPU or a display.
 """
 
 import sys
