@@ -45,7 +45,7 @@ browser:
 # returns, and three cameras, the paper's and one 60 degrees to either side: from one the robot may
 # hide its knees. With a GPU and the real CLIP see the README.
 # One thread: with two an update of 128 transitions takes 1.6 times as long (docs/speed.md).
-train: setup
+train: $(VENV)/.installed
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); export OMP_NUM_THREADS=1; \
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
 		--clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 120 180 240 --n-step 3 \

@@ -437,8 +437,8 @@ class Scorer:
 
     Args:
         make_renderer: called as make_renderer(device), and with size=... for `render`; returns an
-            object with .frame_shape ([V,] H, W, 3) and .render(states [B, S], out uint8). None:
-            `score` gets frames instead of states.
+            object with .frame_shape ([V,] H, W, 3) and .render(states [B, S], out uint8), or also
+            .draw(states) -> uint8 tensor on the device. None: `score` gets frames, not states.
         make_reward: called as make_reward(device); returns a module that maps frames
             [B, *frame_shape] uint8 on that device to [B, ...] float32. None: only `render`.
         device: "cpu" or "cuda:i".
@@ -454,8 +454,10 @@ class Scorer:
         # the renderer first: it binds GL to the device before anything imports mujoco
         self.renderers: dict = {None: make_renderer(device)} if make_renderer else {}
         self.reward: Any = make_reward(self.device) if make_reward else None
-        drawn_by = getattr(self.renderers.get(None), "description", "")
-        self.description = f"pictures by {drawn_by}" if drawn_by else "ready"
+        drawing = self.renderers.get(None)
+        self.look = getattr(drawing, "look", "")  # "egl, full quality": the same for all workers
+        drawn_by = f"pictures by {getattr(drawing, 'description', '')}, {self.look}"
+        self.description = drawn_by if self.look else "ready"
 
     @torch.inference_mode()
     def score(self, states: np.ndarray) -> tuple[np.ndarray, float, float]:
@@ -468,7 +470,9 @@ class Scorer:
         try:
             for batch in (states[i : i + step] for i in range(0, len(states), step)):
                 drawing = time.perf_counter()
-                if renderer:
+                if hasattr(renderer, "draw"):  # on the device
+                    frames = renderer.draw(batch)
+                elif renderer:
                     shape = (len(batch), *renderer.frame_shape)
                     frames = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda)
                     renderer.render(batch, frames.numpy())

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SCENES = Path(__file__).resolve().parent / "scenes"
 INSTALL_GL = "apt-get update && apt-get install -y libegl1 libgl1-mesa-dri libgles2"
+INSTALL_WARP = 'pip install ".[warp]"'
+BY_WARP = "; --renderer warp draws without EGL"
 _device = "cpu"  # the torch device that setup_gl bound this process to
 
 
@@ -71,18 +73,47 @@ def gl_renderer() -> str:
         except (ImportError, RuntimeError):
             if os.environ.pop("MUJOCO_EGL_DEVICE_ID", None) is None:
                 raise
-            context = mujoco.GLContext(
-                16, 16
-            )  # EGL lacks that device; only software may replace it
+            context = mujoco.GLContext(16, 16)  # EGL lacks that device: only software may replace it
         context.make_current()
         name = glGetString(GL_RENDERER).decode()
         context.free()
     except Exception as error:  # its type depends on library and platform
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise UsageError(f"no OpenGL to draw with ({reason}); type: {INSTALL_GL}") from error
+        ways = f"type: {INSTALL_GL}; or draw without OpenGL: {INSTALL_WARP}"
+        raise UsageError(f"no OpenGL to draw with ({reason}); {ways}") from error
     if _device != "cpu" and "MUJOCO_EGL_DEVICE_ID" not in os.environ and not is_software(name):
-        raise UsageError(f"EGL has no device for {_device}, and {name} is another one")
+        raise UsageError(f"EGL has no device for {_device}, and {name} is another one{BY_WARP}")
     return name
+
+
+def gpu_address() -> str:
+    """Return where this process computes and where EGL draws, as PCI addresses: "cuda:1 at
+    0000:3b:00.0, EGL at 0000:3b:00.0". Raises UsageError if that is not the same GPU."""
+    import torch
+
+    found = torch.cuda.get_device_properties(_device)
+    numbers = found.pci_domain_id, found.pci_bus_id, found.pci_device_id
+    computes, draws = "{:04x}:{:02x}:{:02x}.0".format(*numbers), egl_address()
+    if draws and draws != computes:
+        raise UsageError(f"EGL draws on the GPU at {draws}, {_device} is at {computes}{BY_WARP}")
+    return f"{_device} at {computes}, EGL at {draws or 'a place that it does not tell'}"
+
+
+def egl_address() -> str:
+    """Return the PCI address of what EGL draws on, "" if that is not known, as for software."""
+    from mujoco import egl
+    from mujoco.egl.egl_ext import eglGetProcAddress
+
+    device, number = ctypes.c_ssize_t(), ctypes.c_void_p
+    # EGL_EXT_device_query: the display's EGL_DEVICE_EXT; EGL_EXT_device_drm: its file in /dev/dri
+    kinds = ctypes.CFUNCTYPE(ctypes.c_uint, number, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
+    attribute = kinds(eglGetProcAddress("eglQueryDisplayAttribEXT") or 0)
+    string = ctypes.CFUNCTYPE(ctypes.c_char_p, number, ctypes.c_int)
+    string = string(eglGetProcAddress("eglQueryDeviceStringEXT") or 0)
+    known = attribute and string and attribute(egl.EGL_DISPLAY, 0x322C, ctypes.byref(device))
+    file = string(device.value, 0x3233) if known else None
+    path = Path("/sys/class/drm", os.path.basename((file or b"").decode()), "device")
+    return path.resolve().name if file and path.exists() else ""
 
 
 def is_software(name: str) -> bool:
@@ -120,6 +151,9 @@ class RenderArgs:
 
     render_size: Annotated[int, Interval(ge=16, le=8192)] = 480
     """height and width of the frames in pixels"""
+    renderer: Literal["auto", "egl", "warp"] = "auto"
+    """what draws MuJoCo's states: OpenGL, or MuJoCo Warp (pip install .[warp]), which needs none and
+    draws where CLIP computes; auto: OpenGL if there is one"""
     render_quality: Literal["auto", "full", "light"] = "auto"
     """light: no shadows, no antialiasing; auto: full on a GPU, light in software"""
     textured: bool = True
@@ -261,10 +295,13 @@ class MujocoRenderer:
         if _device != "cpu" and is_software(name) and quality != "light":
             raise UsageError(
                 f"{name} draws in software instead of {_device}: install NVIDIA's libEGL (in a "
-                "container: NVIDIA_DRIVER_CAPABILITIES=all), or use --render-quality light"
+                "container: NVIDIA_DRIVER_CAPABILITIES=all), or use --renderer warp, which needs no "
+                "EGL, or --render-quality light"
             )
         light = quality == "light" or (quality == "auto" and is_software(name))
-        self.description = f"{name}, {'light' if light else 'full'} quality"
+        self.look = f"egl, {'light' if light else 'full'} quality"
+        hardware = _device != "cpu" and not is_software(name)
+        self.description = f"{name} ({gpu_address()})" if hardware else name
         several = [len(camera)] if isinstance(camera, list) else []
         self.model, self.cameras = model, camera if isinstance(camera, list) else [camera]
         self.frame_shape = (*several, size, size, 3)

@@ -54,6 +54,7 @@ from clip_reward import UsageError
 from environments import classic, judges
 from training.run import Run, RunArgs, parse_args, say
 from training.workers import Pool, stop_signals_blocked
+from warp_render import make_mujoco_renderer
 
 LearningRate = Annotated[float, Interval(gt=0, le=1)]
 
@@ -241,13 +242,12 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
     """Make what draws states; called in every reward worker."""
     egl_render.setup_gl(device)  # before mujoco is imported
     egl_render.quiet_mujoco()
-    size = size or args.render_size
     if args.env_id == MOUNTAIN_CAR:
-        return classic.ClassicRenderer(args.env_id, size, args.textured)
+        return classic.ClassicRenderer(args.env_id, size or args.render_size, args.textured)
     env = gym.make(args.env_id).unwrapped
     model = egl_render.textured_model(env.fullpath) if args.textured else env.model
     camera = egl_render.choose_camera(args, env)
-    return egl_render.MujocoRenderer(model, size, camera, args.render_quality)
+    return make_mujoco_renderer(args, model, camera, device, size)
 
 
 class RunningNorm(nn.Module):
@@ -498,7 +498,7 @@ if __name__ == "__main__":
     sizes = rollouts, T, N, observation_dim, action_dim
     buffer = ReplayBuffer(*sizes, device, args.gamma, args.n_step)
     saved = learner | {"replay": buffer}
-    run.restore(saved)  # with --resume
+    run.restore(saved, pool.look)  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout): a resumed run continues as the

@@ -61,7 +61,7 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
 # (DQN's schedules depend on --total-timesteps and stretch with it.)
 RESUME_MAY_CHANGE = set(
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size worker_timeout "
-    "allow_slow compile track judge runs_dir resume".split()
+    "allow_slow compile track judge runs_dir resume renderer render_quality".split()
 )
 
 LINE = 100  # characters of a line on the console
@@ -249,6 +249,7 @@ class Run:
         from torch.utils.tensorboard import SummaryWriter  # slow to import: not before --help
 
         self.args, self.step, self.rollout, self.stopped = args, 0, 0, 0
+        self.look = ""  # how pictures are drawn
         self.best, self.recent = {}, []  # best.pt's content, and the latest mean rewards
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
         try:
@@ -317,11 +318,16 @@ class Run:
         # "allow": a resumed run continues its curve
         wandb.init(sync_tensorboard=True, config=vars(self.args), resume="allow", **names)
 
-    def restore(self, parts):
+    def restore(self, parts, look=""):
         """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint.
-        Optimiser settings (lr, fused, capturable) are not restored: they come from this run."""
+        Optimiser settings (lr, fused, capturable) are not restored: they come from this run.
+        `look` says how pictures are drawn; raises UsageError if they were drawn otherwise."""
+        self.look = look
         if not self.restored:
             return
+        if look != self.restored.get("look", look):
+            were = f"the run's pictures were drawn by {self.restored['look']}, these by {look}"
+            raise UsageError(f"{were}: choose with --renderer and --render-quality")
         try:
             for name, part in parts.items():
                 state = self.restored[name]
@@ -391,7 +397,7 @@ class Run:
         if self.step == self.saved_step:
             return
         state = {"global_step": self.step, "rollout": self.rollout}
-        state |= {"best": self.best, "recent": self.recent}
+        state |= {"best": self.best, "recent": self.recent, "look": self.look}
         for name, part in parts.items():
             state[name] = part.detach() if isinstance(part, torch.Tensor) else part.state_dict()
         write(self.folder / f"checkpoints/step_{self.step}.pt", state)

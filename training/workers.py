@@ -78,6 +78,7 @@ class Pool:
     Attributes:
         render_s, clip_s: seconds of drawing and CLIP for the last `take`, a worker's on average.
         restarts: how many workers were replaced, by Ray or here.
+        look: how all of them draw, such as "egl, full quality".
     """
 
     def __init__(self, make_renderer, make_reward, devices, batch_size=64, timeout=600):
@@ -86,7 +87,7 @@ class Pool:
         self.rows, self.queue = [], collections.deque()  # states; jobs (number, method, states, ..)
         self.running, self.results = {}, {}  # {future: (worker, job or None)}; {number: result}
         self.sent = self.lost = self.restarts = 0
-        self.workers, self.cluster = [], None
+        self.workers, self.cluster, self.look, self.ready = [], None, "", False
         if devices and devices[0].startswith("ray"):
             self.count, self.cluster = int(devices[0][4:] or 0), connect_to_ray()
             self._grow()
@@ -113,6 +114,7 @@ class Pool:
         enough = 1 if self.cluster else len(self.workers)
         while sum(bool(worker.line) for worker in self.workers) < enough:
             self._pump(seconds=1)
+        self.ready = True
         return [
             f"{worker.name}: {worker.line or 'joins when it is ready'}" for worker in self.workers
         ]
@@ -181,7 +183,7 @@ class Pool:
             if job:
                 self.results[job[0]], worker.room = result, worker.room + 1
             else:
-                worker.line, worker.room = result, 2
+                self._joined(worker, *result)
         for worker, error in lost.items():
             self._replace(worker, error)
         for worker, job in self.running.values():
@@ -193,6 +195,16 @@ class Pool:
                     continue
                 worker.hung = f"gave no answer for {limit} s (--worker-timeout)"
                 worker.kill()  # the next round finds it lost
+
+    def _joined(self, worker, look, line):
+        """Let a worker that has loaded begin, if it draws as the others do."""
+        self.look = self.look or look
+        if look != self.look:
+            problem = f"{worker.name} draws by {look}, the others by {self.look}"
+            raise RunError(f"{problem}: choose with --renderer and --render-quality")
+        worker.line, worker.room = line, 2
+        if self.ready:  # a later actor, or one on another node
+            print(f"{worker.name}: {line}", flush=True)
 
     def _replace(self, worker, error):
         theirs = [future for future, (owner, _) in self.running.items() if owner is worker]
@@ -213,7 +225,7 @@ class Pool:
 
 
 def _load(make_renderer, make_reward, device):
-    """Set up a worker's process and its scorer -> a line: what it runs on."""
+    """Set up a worker's process and its scorer -> how it draws, and a line: what it runs on."""
     global scorer
     if parent := mp.parent_process():  # a Ray actor has none
         with contextlib.suppress(AttributeError):  # Linux: end with the parent, however that ends
@@ -226,7 +238,7 @@ def _load(make_renderer, make_reward, device):
     # timm would import wandb: three seconds, and folders in /tmp that a killed worker leaves
     sys.modules.setdefault("wandb", None)
     scorer = Scorer(make_renderer, make_reward, device)
-    return scorer.description
+    return scorer.look, scorer.description
 
 
 def _call(method, *args):
@@ -293,7 +305,9 @@ class Actor:
         self.setup, self.line = setup, None
 
     def call(self, *job):
-        self.line = self.line or f"{_call('load', *self.setup)}, at {socket.gethostname()}"
+        if not self.line:
+            look, line = _call("load", *self.setup)
+            self.line = look, f"{line}, at {socket.gethostname()}"
         return _call(*job) if job else self.line
 
 
