@@ -210,3 +210,6 @@ class WarpRenderer:
             return frames
         out[:] = frames
         return out
+
+    def close(self) -> None:
+        """Do nothing: Warp frees what is not used any more."""

@@ -49,3 +49,13 @@ def browser():
         chrome.set_page_load_timeout(PATIENCE)
         yield chrome
         chrome.quit()
+
+
+@pytest.fixture(params=["egl", "warp"])
+def renderer(request, monkeypatch):
+    """Run a test of drawing with either renderer: its module's MujocoRenderer is that one."""
+    from warp_render import WarpRenderer
+
+    if request.param == "warp":
+        monkeypatch.setattr(request.module, "MujocoRenderer", WarpRenderer)
+    return request.param
