@@ -11,16 +11,20 @@ Source: "Vision-Language Models are Zero-Shot Reward Models for Reinforcement Le
 (arXiv 2310.12921), sections 2.2 and 3.
 """
 
+import contextlib
 import difflib
+import fcntl
 import functools
 import os
 import re
+import tempfile
 import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from unittest import mock
 
 # Set before torch is imported. Threads that spin while they wait are fastest on an idle machine,
 # but beside a busy process on the same cores SAC's updates fall from 65 a second to 1; with this
@@ -282,8 +286,8 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
 
     Args:
         name: "ARCH/TAG" of `open_clip.list_pretrained()`, "local-dir:PATH" or "hf-hub:ORG/NAME".
-        device: of the image tower. The text tower, used once per prompt, stays on the host.
-        precision: of the image tower; "auto" is fp16 on CUDA, else fp32.
+        precision: of the image tower, "auto" is fp16 on CUDA, else fp32; the text tower, which is
+            used once per prompt, has fp32.
     Raises:
         UsageError: unknown name, or weights that cannot be had. Weights are never silently random.
     """
@@ -304,26 +308,65 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     # OpenAI's weights were trained with QuickGELU. open_clip only warns when the architecture's
     # activation does not fit the weights, and gives wrong embeddings.
     options = {"force_quick_gelu": True} if config.get("quick_gelu") else {}
-    try:
-        model = open_clip.create_model(arch, tag, require_pretrained=True, **options)
-        tokenizer = open_clip.get_tokenizer(arch)
-    except Exception as error:  # a configuration that fits no code, weights that fit no model
-        raise UsageError(f"--clip-model {name} cannot be loaded: {first_line(error)}") from error
-    model.eval().requires_grad_(False)
-    preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
-    if any(hasattr(module, "reparameterize") for module in model.visual.modules()):
-        from timm.utils.model import reparameterize_model
+    create = functools.partial(
+        open_clip.create_model, arch, tag, require_pretrained=True, **options
+    )
+    with one_at_a_time():
+        try:
+            with weights_in_their_file():
+                model = create()
+            if any(weight.is_meta for weight in model.parameters()):
+                model = create()  # weights that are no state_dict, but arrays in an .npz file
+            tokenizer = open_clip.get_tokenizer(arch)
+        except Exception as error:  # a configuration that fits no code, weights that fit no model
+            raise UsageError(f"--clip-model {name} cannot be loaded: {first_line(error)}") from error
+        model.eval().requires_grad_(False)
+        preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
+        visual = model.visual
+        if any(hasattr(module, "reparameterize") for module in visual.modules()):
+            from timm.utils.model import reparameterize_model
 
-        # MobileCLIP's branches become one convolution each: 73 ms a frame on a CPU instead of 110
-        model.visual = reparameterize_model(model.visual)
-    if hasattr(model.visual, "layer1"):  # a residual network
-        fused = fuse(model.visual)  # batch norms into convolutions: 1.18 times as fast on the CPU
-        for attribute in ("image_size", "preprocess_cfg"):  # open_clip reads them
-            setattr(fused, attribute, getattr(model.visual, attribute))
-        model.visual = fused.to(memory_format=torch.channels_last)  # as the frames come
-    model.visual.to(dtypes[precision])  # before the move: the device never holds it in float32
-    model.visual.to(device)  # not the text tower, which is a quarter of ViT-bigG-14
+            # MobileCLIP's branches become one convolution each: 73 ms a frame on a CPU, not 110
+            visual = reparameterize_model(visual.float())
+        if hasattr(visual, "layer1"):  # a residual network
+            fused = fuse(visual.float())  # batch norms into convolutions: 1.18 times as fast
+            for attribute in ("image_size", "preprocess_cfg"):  # open_clip reads them
+                setattr(fused, attribute, getattr(visual, attribute))
+            visual = fused.to(memory_format=torch.channels_last)  # as the frames come
+        del model.visual
+        model.to(device, torch.float32)  # the text tower
+        model.visual = visual.to(device, dtypes[precision])
     return LoadedCLIP(model, tokenizer, preprocess, device, dtypes[precision])
+
+
+@contextlib.contextmanager
+def one_at_a_time():
+    """Wait until no other process of this user on this machine is in here: eight workers that load
+    a model at once would need eight times its memory on the host."""
+    path = os.path.join(tempfile.gettempdir(), f"clip_reward_{os.getuid()}.lock")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no such folder, or nothing may be written there
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            stack.callback(os.close, lock)  # which unlocks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def weights_in_their_file():
+    """Make modules whose parameters have no memory until load_state_dict gives them those of the
+    file. A safetensors file is mapped: what a device gets is read once, for all processes."""
+    register, load = nn.Module.register_parameter, nn.Module.load_state_dict
+
+    def empty(module, name, param):
+        if param is not None and module._parameters.get(name) is None:  # else the file's comes
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(module, name, param)
+
+    stay = {"to": lambda module, *args, **kwargs: module}  # open_clip's to(device), before it loads
+    assign = functools.partialmethod(load, assign=True)
+    with mock.patch.multiple(nn.Module, register_parameter=empty, load_state_dict=assign, **stay):
+        yield
 
 
 # ------------------------------------------------------------------------------ the reward
@@ -374,8 +417,8 @@ class CLIPReward(nn.Module):
 
         @torch.no_grad()
         def embed(prompts):
-            texts = clip.model.encode_text(clip.tokenizer(list(prompts))).float()
-            return nn.functional.normalize(texts, dim=-1).to(clip.device)
+            tokens = clip.tokenizer(list(prompts)).to(clip.device)
+            return nn.functional.normalize(clip.model.encode_text(tokens), dim=-1)
 
         pictures = [self.embed_images(load_image(path)) for path in target_images]
         g = torch.cat([*pictures, *([embed(target_prompts)] if target_prompts else [])]).mean(0)
@@ -459,35 +502,51 @@ class Scorer:
         drawn_by = f"pictures by {getattr(drawing, 'description', '')}, {self.look}"
         self.description = drawn_by if self.look else "ready"
 
-    @torch.inference_mode()
     def score(self, states: np.ndarray) -> tuple[np.ndarray, float, float]:
         """States [B, S] float64, or frames [B, H, W, 3] uint8 without a renderer -> rewards
         [B, ...] float32, seconds of drawing, seconds of CLIP that drawing did not hide. Raises
         RunError if the device has too little memory."""
-        cuda, renderer = self.device.type == "cuda", self.renderers.get(None)
+        return self.finish(self.launch(states))
+
+    @torch.inference_mode()
+    def launch(self, states: np.ndarray) -> tuple:
+        """Draw `states` and hand them to CLIP. On a GPU this returns while it still computes: the
+        next chunk can be drawn before `finish` turns the result into that of `score`."""
+        gpu, renderer = self.device.type != "cpu", self.renderers.get(None)
         began, render_s, rewards = time.perf_counter(), 0.0, []
-        step = SUB_BATCH if cuda else max(1, len(states))
-        try:
+        step = SUB_BATCH if gpu else max(1, len(states))
+        with self._memory():
             for batch in (states[i : i + step] for i in range(0, len(states), step)):
                 drawing = time.perf_counter()
                 if hasattr(renderer, "draw"):  # on the device
                     frames = renderer.draw(batch)
                 elif renderer:
-                    shape = (len(batch), *renderer.frame_shape)
-                    frames = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda)
+                    shape, pinned = (len(batch), *renderer.frame_shape), torch.cuda.is_available()
+                    frames = torch.empty(shape, dtype=torch.uint8, pin_memory=gpu and pinned)
                     renderer.render(batch, frames.numpy())
                 else:
                     frames = torch.from_numpy(batch)
                 render_s += time.perf_counter() - drawing
                 # on a GPU this returns at once, and the next batch is drawn meanwhile
                 rewards.append(self.reward(frames.to(self.device, non_blocking=True)))
-            result = (
-                torch.cat(rewards).float().cpu().numpy() if rewards else np.empty(0, np.float32)
-            )
+        return rewards, render_s, time.perf_counter() - began - render_s
+
+    @torch.inference_mode()
+    def finish(self, launched: tuple) -> tuple[np.ndarray, float, float]:
+        """Wait for what `launch` returned, as `score` returns it."""
+        (rewards, render_s, clip_s), began = launched, time.perf_counter()
+        with self._memory():
+            rewards = [part.float().cpu().numpy() for part in rewards]
+        result = np.concatenate(rewards or [np.empty(0, np.float32)])
+        return result, render_s, clip_s + time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def _memory(self):
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             problem = f"{self.device} has no memory for so many frames at once"
             raise RunError(f"{problem}; use a smaller --clip-batch-size") from error
-        return result, render_s, time.perf_counter() - began - render_s
 
     def render(self, states: np.ndarray, size: int | None = None) -> np.ndarray:
         """Draw states [B, S] -> [B, H, W, 3] uint8, as they are scored or at another size; several

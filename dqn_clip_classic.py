@@ -29,6 +29,7 @@ DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
         --end-e 0.01 --video-freq 0
 """
 
+import copy
 import functools
 import math
 import os
@@ -305,11 +306,13 @@ if __name__ == "__main__":
         terminations, valid = np.zeros((T, N)), np.zeros((T, N), bool)
         states = np.zeros((T, N, observation_dim))  # of s'
 
-        # 1. Play one episode of every environment. The workers draw and score its states meanwhile.
+        # 1. Play one episode of every environment. The workers draw and score its states meanwhile,
+        # and the policy acts on the CPU: on a GPU it would queue behind CLIP.
         t0 = time.perf_counter()
+        acting = copy.deepcopy(q_network).cpu()
         observations[0], _ = envs.reset(seed=env_seeds)
         for t in range(T):
-            best_actions = q_network.best_actions(observations[t])
+            best_actions = acting.best_actions(observations[t])
             actions[t] = np.where(explore[t], any_action[t], best_actions)
             observations[t + 1], env_rewards[t], _, _, infos = envs.step(actions[t])
             states[t] = np.stack(infos["states"])

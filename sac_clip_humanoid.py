@@ -24,6 +24,7 @@ The environment's own reward, as a baseline (nothing is drawn):
 """
 
 import contextlib
+import copy
 import functools
 import math
 import multiprocessing
@@ -514,18 +515,19 @@ if __name__ == "__main__":
         env_rewards, pictured = np.empty((T, N)), []
 
         # 1. Play one episode of every environment: physics only. The workers draw and score its
-        # states meanwhile.
+        # states meanwhile, and the policy acts on the CPU: on a GPU it would queue behind CLIP.
         t0 = time.perf_counter()
+        acting = copy.deepcopy(actor).cpu()
         observations[0], _ = envs.reset(seed=env_seeds)
         for t in range(T):
             with torch.no_grad():
                 if not random_actions:
-                    action, _ = actor.sample(torch.as_tensor(observations[t], device=device))
+                    action, _ = acting.sample(torch.as_tensor(observations[t]))
                 elif t % hold == 0:
-                    action = torch.rand(N, action_dim, device=device) * 2 - 1
-            stepped = envs.step(actor.to_env(action))
+                    action = torch.rand(N, action_dim) * 2 - 1
+            stepped = envs.step(acting.to_env(action))
             observations[t + 1], env_rewards[t], _, _, infos = stepped
-            actions[t] = action.cpu().numpy()
+            actions[t] = action.numpy()
             if drawn_from in infos:
                 states = np.stack(infos[drawn_from])  # [N, S], or frames [N, H, W, 3]
                 pictured.append(states if drawn_from == "states" else states[:1])

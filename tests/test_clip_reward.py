@@ -1,11 +1,17 @@
 """The reward's numbers, the models and their preprocessing, against independent computations."""
 
+import concurrent.futures
 import copy
 import functools
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 import textwrap
+import time
+from pathlib import Path
 
 import helpers
 import numpy as np
@@ -37,14 +43,14 @@ def load_without_weights(name, **options):
     def create(*names, require_pretrained, **options):
         assert require_pretrained, "else open_clip is content with random weights"
         made.append(create_model(*names, load_weights=False, **options))
-        return copy.deepcopy(made[0])
+        return copy.deepcopy(made[-1])
 
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         patch.setattr(clip_reward, "ensure_downloaded", lambda name: None)
         patch.setattr(open_clip.factory, "download_pretrained", lambda *_, **__: "/nowhere")
         patch.setattr(open_clip, "create_model", create)
-        return load_clip(name, **options), made[0].eval()
+        return load_clip(name, **options), made[-1].eval()
 
 
 @pytest.fixture(scope="module")
@@ -326,16 +332,88 @@ def test_a_folder_beside_the_scripts_and_a_precision_that_does_not_exist(monkeyp
         load_clip(TINY, precision="fp64")
 
 
-def test_weights_of_openai_get_their_activation_and_only_the_image_tower_moves():
+def test_weights_of_openai_get_their_activation_and_only_the_image_tower_is_rounded():
     """open_clip only warns where the activation does not fit the weights."""
     clip, _ = load_without_weights("ViT-B-32/openai", device="meta", precision="bf16")
     for tower in clip.model, clip.model.visual:
         activation = tower.transformer.resblocks[0].mlp.gelu
         assert activation(torch.tensor(1.0)).item() == pytest.approx(1 / (1 + np.exp(-1.702)))
     text = [p for name, p in clip.model.named_parameters() if not name.startswith("visual.")]
-    assert {(p.device.type, p.dtype) for p in text} == {("cpu", torch.float32)}
+    assert {(p.device.type, p.dtype) for p in text} == {("meta", torch.float32)}
     image = clip.model.visual.parameters()
     assert {(p.device.type, p.dtype) for p in image} == {("meta", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("arch", ["ViT-B-32", "RN50", "coca_base", "MobileCLIP-S1"])
+def test_weights_that_stay_in_their_file_are_those_that_open_clip_reads(arch, tmp_path):
+    """Also of other kinds of models, in half precision."""
+    folder = tmp_path / arch
+    script = ROOT / "benchmarks/random_clip.py"
+    subprocess.run([sys.executable, script, arch, folder], check=True, capture_output=True)
+    theirs = open_clip.create_model(f"local-dir:{folder}", require_pretrained=True).state_dict()
+    with clip_reward.weights_in_their_file():
+        ours = open_clip.create_model(f"local-dir:{folder}", require_pretrained=True)
+    assert not any(weight.is_meta for weight in (*ours.parameters(), *ours.buffers()))
+    ours = ours.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert torch.equal(ours[name].float(), weight.float()), name
+
+
+LOADING = """
+import sys
+import torch
+import clip_reward
+
+def send(module, device, dtype=None, to=torch.nn.Module.to):
+    for weight in module.parameters():  # as to a GPU: each is read and converted
+        weight.to(dtype, copy=True).sum()
+    return to(module, device, dtype)
+
+clip_reward.load_clip("local-dir:tiny_clip")  # so that all is imported
+torch.nn.Module.to = send
+torch.set_num_threads(1)
+print("ready", flush=True)
+input()
+clip_reward.load_clip(sys.argv[1], "meta", "fp16")
+print("loaded", flush=True)
+input()
+"""
+
+
+@pytest.mark.slow
+def test_four_workers_load_a_model_with_the_memory_of_one_file(tmp_path):
+    """Their shares of the host's memory (PSS), pages of the mapped file included. "meta" takes the
+    part of a GPU: what is there needs no memory here."""
+    script = ROOT / "benchmarks/random_clip.py"
+    subprocess.run([sys.executable, script, "ViT-L-14", tmp_path], check=True, capture_output=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    command = [sys.executable, "-c", LOADING, f"local-dir:{tmp_path}"]
+    workers = [subprocess.Popen(command, **pipes) for _ in range(4)]
+
+    def memory():
+        shares = [Path(f"/proc/{worker.pid}/smaps_rollup").read_text() for worker in workers]
+        return sum(int(re.search(r"^Pss: +(\d+)", share, re.M)[1]) for share in shares) * 1024
+
+    try:
+        for worker in workers:
+            assert worker.stdout.readline() == "ready\n"
+        before, peak = memory(), 0
+        for worker in workers:
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            loaded = [threads.submit(worker.stdout.readline) for worker in workers]
+            while not all(line.done() for line in loaded):
+                peak = max(peak, memory())
+                time.sleep(0.02)
+        assert [line.result() for line in loaded] == ["loaded\n"] * 4
+    finally:
+        for worker in workers:
+            worker.kill()
+    files = (peak - before) / (tmp_path / "open_clip_model.safetensors").stat().st_size
+    print(f"four workers: {files:.2f} times the file")
+    assert 0.9 < files < 1.3
 
 
 def test_other_weights_keep_their_activation(tiny):

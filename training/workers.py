@@ -85,7 +85,7 @@ class Pool:
         self.setup = make_renderer, make_reward
         self.batch_size, self.timeout = batch_size, timeout
         self.rows, self.queue = [], collections.deque()  # states; jobs (number, method, states, ..)
-        self.running, self.results = {}, {}  # {future: (worker, job or None)}; {number: result}
+        self.running, self.results = {}, {}  # {future: (worker, call)}; {number: result}
         self.sent = self.lost = self.restarts = 0
         self.workers, self.cluster, self.look, self.ready = [], None, "", False
         if devices and devices[0].startswith("ray"):
@@ -105,9 +105,9 @@ class Pool:
     def _start(self, worker):
         if worker not in self.workers:
             self.workers.append(worker)
-        worker.room = 0  # no chunk before it has loaded
+        worker.room, worker.jobs = 0, {}  # no chunk before it has loaded; {number: job} with it
         worker.since, worker.hung = time.monotonic(), ""
-        self.running[worker.start()] = worker, None
+        self.running[worker.start()] = worker, "load"
 
     def wait_ready(self) -> list[str]:
         """Wait until every local worker, or one actor, has loaded -> lines: what they run on."""
@@ -155,22 +155,30 @@ class Pool:
 
     def _collect(self):
         while len(self.results) < self.sent:
-            self._pump(seconds=1)
+            self._pump(seconds=1, all_is_sent=True)
         parts = [self.results.pop(number) for number in range(self.sent)]
         self.sent = self.lost = 0
         return parts
 
-    def _pump(self, seconds):
-        """Hand out chunks, wait at most `seconds` for a result, collect, replace lost workers."""
+    def _call(self, worker, *call):
+        if worker.room == 2:
+            worker.since = time.monotonic()
+        worker.room -= 1
+        self.running[worker.submit(*call)] = worker, call[0]
+
+    def _pump(self, seconds, all_is_sent=False):
+        """Hand out chunks, wait at most `seconds` for a result, collect, replace lost workers. When
+        all is sent, idle workers are asked for what their GPUs still compute."""
         while self.queue and (worker := max(self.workers, key=lambda worker: worker.room)).room:
-            job = self.queue.popleft()
-            if worker.room == 2:
-                worker.since = time.monotonic()
-            worker.room -= 1
-            self.running[worker.submit(*job[1:])] = worker, job
+            number, method, *arguments = job = self.queue.popleft()
+            worker.jobs[number] = job
+            self._call(worker, method, number, *arguments)
+        for worker in self.workers:
+            if all_is_sent and not self.queue and worker.jobs and worker.room == 2:
+                self._call(worker, "finish")
         lost = {}
         for future in wait(self.running, seconds, FIRST_COMPLETED).done:
-            worker, job = self.running[future]
+            worker, call = self.running[future]
             try:
                 result = future.result()
             except Exception as error:
@@ -180,17 +188,23 @@ class Pool:
                 continue
             del self.running[future]
             worker.since = time.monotonic()
-            if job:
-                self.results[job[0]], worker.room = result, worker.room + 1
-            else:
+            if call == "load":
                 self._joined(worker, *result)
+                continue
+            worker.room += 1
+            for number, part in result:
+                self.results[number] = part
+                worker.jobs.pop(number, None)
+            if call == "finish":  # a restarted actor has forgotten what it was given
+                self.queue.extendleft(worker.jobs.values())
+                worker.jobs = {}
         for worker, error in lost.items():
             self._replace(worker, error)
-        for worker, job in self.running.values():
-            limit = self.timeout if job else max(LOADING, self.timeout)
+        for worker, call in self.running.values():
+            limit = max(LOADING, self.timeout) if call == "load" else self.timeout
             if time.monotonic() - worker.since > limit:
                 worker.since = time.monotonic()
-                if self.cluster and not job:
+                if self.cluster and call == "load":
                     warn(f"{worker.name} has not loaded yet; has the cluster room for it?")
                     continue
                 worker.hung = f"gave no answer for {limit} s (--worker-timeout)"
@@ -207,9 +221,8 @@ class Pool:
             print(f"{worker.name}: {line}", flush=True)
 
     def _replace(self, worker, error):
-        theirs = [future for future, (owner, _) in self.running.items() if owner is worker]
-        jobs = [job for _, job in map(self.running.pop, theirs) if job]
-        self.queue.extendleft(reversed(jobs))
+        self.running = {f: what for f, what in self.running.items() if what[0] is not worker}
+        self.queue.extendleft(reversed(worker.jobs.values()))
         how = worker.hung or worker.death(error)
         self.restarts += 1
         self.lost += bool(worker.hung) or isinstance(worker, LocalWorker)
@@ -241,11 +254,26 @@ def _load(make_renderer, make_reward, device):
     return scorer.look, scorer.description
 
 
+computing = collections.deque()  # (number, launched) of chunks that this worker's GPU has
+
+
+def _work(method, number=None, *args):
+    """Score or render job `number` -> [(number, result)] of all jobs that are done. A GPU's chunk is
+    done when the next one was drawn, or at "finish"."""
+    if method == "render":
+        return [(number, scorer.render(*args))]
+    if method == "score":
+        computing.append((number, scorer.launch(*args)))
+    left = 1 if method == "score" and scorer.device.type != "cpu" else 0
+    done = [computing.popleft() for _ in range(len(computing) - left)]
+    return [(number, scorer.finish(launched)) for number, launched in done]
+
+
 def _call(method, *args):
-    """Load, or call a method of the scorer. Exceptions become a RunError with their traceback as
-    text, because not all can be pickled."""
+    """Load or work. Exceptions become a RunError with their traceback as text, because not all can
+    be pickled."""
     try:
-        return _load(*args) if method == "load" else getattr(scorer, method)(*args)
+        return _load(*args) if method == "load" else _work(method, *args)
     except (UsageError, RunError):
         raise
     except Exception:
