@@ -87,6 +87,8 @@ class RewardArgs:
     it has none), ray:N: N of them"""
     worker_timeout: Annotated[int, Interval(ge=1, lt=2**31)] = 600
     """seconds without an answer after which a worker is replaced (at least 600 while it loads)"""
+    compile: bool = False
+    """compile the updates, on a GPU into one CUDA graph, and CLIP's image tower (takes minutes)"""
     allow_slow: bool = False
     """score with a large model on the CPU although that may take days"""
 
@@ -464,6 +466,8 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> CLIPReward
     clip = load_clip(args.clip_model, device, args.clip_precision)
     goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
     reward = CLIPReward(clip, *goal)
+    if args.compile:
+        clip.model.visual.compile(mode="max-autotune-no-cudagraphs")
     for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
         if hasattr(clip.model, part):  # gigabytes, and never needed again
             delattr(clip.model, part)

@@ -11,10 +11,11 @@ CLIP alone and drawing alone, on a GPU and without real weights:
     python benchmarks/pipeline.py --clip-model local-dir:/tmp/ViT-L-14 --render-size 480 \
         --measure clip draw run --batches 64 128 256
 
-Does everything else hide behind CLIP? Workers that draw nothing and sleep for every frame (1.6 ms:
-ViT-bigG-14 on one H200), first one alone, then all in a run with one update per rollout:
+Does everything else hide behind CLIP? Devices that compute 1.6 ms per frame (ViT-bigG-14 on one
+H200) while the next frames are drawn (1.5 ms: OpenGL at 480 px; 0.1: MuJoCo Warp), first one alone,
+then all in a run with one update per rollout:
 
-    python benchmarks/pipeline.py --scorer-ms 1.6 --json overlap.json
+    python benchmarks/pipeline.py --scorer-ms 1.6 --draw-ms 1.5 --json overlap.json
     python benchmarks/pipeline.py --scorer-ms 16 --reward-devices cpu cpu cpu cpu     # or ray:4
 
 All other flags are the training script's. Defaults: the embedded CLIP at its own resolution, and
@@ -61,7 +62,9 @@ class Args:
     batches: tuple[int, ...] = ()
     """batch sizes for CLIP alone, up to the first without enough memory; default: the script's"""
     scorer_ms: float = 0.0
-    """measure workers that only sleep so long per frame: one alone, then all in a run"""
+    """measure workers whose device computes so long per frame: one alone, then all in a run"""
+    draw_ms: float = 0.0
+    """with --scorer-ms: drawing takes so long per frame, while the device computes"""
     env_id: str = "Humanoid-v5"
     """the task"""
     rollouts: int = 6
@@ -77,33 +80,56 @@ def machine(device):
 
 
 class Blank:
-    """A renderer that draws nothing."""
+    """A renderer that takes `ms` milliseconds per frame and draws nothing."""
 
     frame_shape = (8, 8, 3)
 
-    def __init__(self, device):
-        pass
+    def __init__(self, device, ms=0.0):
+        self.ms = ms
 
     def render(self, states, out):
+        time.sleep(1e-3 * self.ms * len(states))
         out[:] = 0
 
 
+class Later:
+    """Rewards of 0 that a device has computed at the time `ready`."""
+
+    def __init__(self, count, ready):
+        self.count, self.ready = count, ready
+
+    def float(self):
+        return self
+
+    def cpu(self):
+        time.sleep(max(0.0, self.ready - time.perf_counter()))
+        return torch.zeros(self.count)
+
+
 class Sleeper(torch.nn.Module):
-    """Return the reward 0 after `ms` milliseconds per frame."""
+    """A reward of `ms` milliseconds per frame. As a GPU does, it returns at once and computes one
+    batch after the other."""
 
     def __init__(self, device, ms=0.0):
         super().__init__()
-        self.ms = ms
+        self.ms, self.ready = ms, 0.0
 
     def forward(self, frames):
-        time.sleep(1e-3 * self.ms * len(frames))
-        return torch.zeros(len(frames), device=frames.device)
+        self.ready = max(self.ready, time.perf_counter()) + 1e-3 * self.ms * len(frames)
+        return Later(len(frames), self.ready)
 
 
-def run_asleep(ms):
-    """Run the script named on the command line with workers that sleep."""
-    pool, sleep = training.workers.Pool, functools.partial(Sleeper, ms=ms)
-    training.workers.Pool = lambda draw, score, *more: pool(Blank, sleep, *more)
+def run_asleep(scorer_ms, draw_ms):
+    """Run the script named on the command line with workers that sleep. torch's "meta" plays the
+    GPU: a device that is not the CPU."""
+    pool = training.workers.Pool
+    setup = functools.partial(Blank, ms=draw_ms), functools.partial(Sleeper, ms=scorer_ms)
+
+    def asleep(draw, score, devices, *more):
+        ray = devices[0].startswith("ray")
+        return pool(*setup, devices if ray else ["meta"] * len(devices), *more)
+
+    training.workers.Pool = asleep
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -194,10 +220,10 @@ def main():
 
     if own.scorer_ms:
         sleep, chunk = functools.partial(Sleeper, ms=own.scorer_ms), args.clip_batch_size
-        alone = pool_alone(Blank, sleep, ["cpu"], chunk, np.zeros((50 * chunk, 47)))
+        alone = pool_alone(Blank, sleep, ["meta"], chunk, np.zeros((50 * chunk, 47)))
         keep(scorer_alone_frames_per_s=alone)
         alone *= int(devices[0][4:] or 1) if devices[0].startswith("ray") else len(devices)
-        command[1:1] = "-c", f"from benchmarks import pipeline as p; p.run_asleep({own.scorer_ms})"
+        command[1:1] = "-c", f"from benchmarks import pipeline as p; p.run_asleep{own.scorer_ms, own.draw_ms}"
         own.measure = ("run",)
     if "clip" in own.measure:
         speeds = clip_alone(args, own.batches)

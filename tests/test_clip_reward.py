@@ -549,3 +549,15 @@ def test_several_views_are_drawn_side_by_side():
         renderer = sac.make_renderer(args, size=32)
         np.testing.assert_array_equal(both[:, :, 32 * view :][:, :, :32], renderer.render(states))
         renderer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_image_tower_gives_the_same_rewards(frames):
+    args = RewardArgs(target_prompt=("words",), clip_model=TINY)
+    plain = clip_reward.make_clip_reward(args, "cpu")(frames)
+    args.compile = True
+    compiled = clip_reward.make_clip_reward(args, "cpu")
+    assert compiled.model.visual._compiled_call_impl is not None
+    np.testing.assert_allclose(compiled(frames), plain, atol=1e-5)
+    np.testing.assert_allclose(compiled(frames[:2]), plain[:2], atol=1e-5)

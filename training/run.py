@@ -38,8 +38,6 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     """name of this experiment"""
     seed: Annotated[int, Interval(ge=0, lt=2**63)] = 1
     """seed of networks, environments, exploration and replay"""
-    compile: bool = False
-    """compile the updates with torch.compile, on a GPU into one CUDA graph"""
     track: bool = False
     """log to Weights & Biases as well; it reads WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE"""
     runs_dir: str = "runs"
