@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SCENES = Path(__file__).resolve().parent / "scenes"
 INSTALL_GL = "apt-get update && apt-get install -y libegl1 libgl1-mesa-dri libgles2"
 INSTALL_WARP = 'pip install ".[warp]"'
+DRM = Path("/sys/class/drm")  # of the kernel: graphics cards by the names of their files in /dev/dri
 BY_WARP = "; --renderer warp draws without EGL"
 _device = "cpu"  # the torch device that setup_gl bound this process to
 
@@ -112,7 +113,7 @@ def egl_address() -> str:
     string = string(eglGetProcAddress("eglQueryDeviceStringEXT") or 0)
     known = attribute and string and attribute(egl.EGL_DISPLAY, 0x322C, ctypes.byref(device))
     file = string(device.value, 0x3233) if known else None
-    path = Path("/sys/class/drm", os.path.basename((file or b"").decode()), "device")
+    path = DRM / os.path.basename((file or b"").decode()) / "device"
     return path.resolve().name if file and path.exists() else ""
 
 

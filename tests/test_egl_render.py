@@ -1,5 +1,6 @@
 """Pictures and physics against Gymnasium's own, files that can be read back."""
 
+import ctypes
 import dataclasses
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import gymnasium as gym
@@ -134,6 +136,74 @@ def test_what_draws_decides_what_auto_means(monkeypatch):
     MujocoRenderer(model, 16, quality="light").close()
     monkeypatch.setattr(egl_render, "_device", "cpu")
     MujocoRenderer(model, 16, quality="auto").close()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    """CUDA with two GPUs, and an EGL on one of them: `egl_on(name of its file in /dev/dri)`."""
+    import torch
+    from mujoco import egl
+    from mujoco.egl import egl_ext
+
+    for card, address in (("card0", "0000:1b:00.0"), ("card1", "0000:3b:00.0")):
+        (tmp_path / address).mkdir()
+        (tmp_path / card).mkdir()
+        (tmp_path / card / "device").symlink_to(tmp_path / address)
+    buses = {"cuda:0": 0x1B, "cuda:1": 0x3B}
+    found = {
+        name: types.SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+        for name, bus in buses.items()
+    }
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: found[str(name)])
+    monkeypatch.setattr(egl_render, "DRM", tmp_path)
+    monkeypatch.setattr(egl, "EGL_DISPLAY", ctypes.c_void_p(1))
+    kept = []  # functions in C have to outlive their calls
+
+    def egl_on(file):
+        def attribute(display, name, value):
+            value[0] = 7
+            return display == 1 and name == 0x322C
+
+        def string(device, name):
+            return file if device == 7 and name == 0x3233 else None
+
+        kinds = {
+            "eglQueryDisplayAttribEXT": ctypes.CFUNCTYPE(
+                ctypes.c_uint, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t)
+            )(attribute),
+            "eglQueryDeviceStringEXT": ctypes.CFUNCTYPE(
+                ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int
+            )(string),
+        }
+        kept.append(kinds)
+        find = lambda name: ctypes.cast(kinds[name], ctypes.c_void_p).value  # noqa: E731
+        monkeypatch.setattr(egl_ext, "eglGetProcAddress", find)
+
+    return egl_on
+
+
+def test_egl_never_draws_on_another_gpu_without_a_word(two_gpus, monkeypatch):
+    for device, file, draws in (
+        ("cuda:0", b"/dev/dri/card0", "0000:1b:00.0"),
+        ("cuda:1", b"/dev/dri/card1", "0000:3b:00.0"),
+        ("cuda:1", None, "a place that it does not tell"),
+    ):
+        two_gpus(file)
+        monkeypatch.setattr(egl_render, "_device", device)
+        computes = {"cuda:0": "0000:1b:00.0", "cuda:1": "0000:3b:00.0"}[device]
+        assert egl_render.gpu_address() == f"{device} at {computes}, EGL at {draws}"
+    two_gpus(b"/dev/dri/card0")
+    wrong = "^EGL draws on the GPU at 0000:1b:00.0, cuda:1 is at 0000:3b:00.0; --renderer warp"
+    with pytest.raises(UsageError, match=wrong):
+        egl_render.gpu_address()
+    monkeypatch.setattr(egl_render, "gl_renderer", lambda: "NVIDIA H200/PCIe")
+    with pytest.raises(UsageError, match=wrong):
+        MujocoRenderer(gym.make("Humanoid-v5").unwrapped.model, 16)
+
+
+def test_software_has_no_address():
+    egl_render.gl_renderer()
+    assert egl_render.egl_address() == "" or not egl_render.is_software(egl_render.gl_renderer())
 
 
 def test_a_gl_backend_that_does_not_exist_is_one_line(tmp_path):

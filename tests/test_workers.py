@@ -365,3 +365,74 @@ def test_what_workers_cannot_import_is_told():
             **{"input": code, "capture_output": True, "text": True, "env": helpers.environment()},
         )
         assert "workers cannot import what has no file" in process.stderr.splitlines()[-1]
+
+
+class OtherLooks(PaintRenderer):
+    """Draws in another way in every process."""
+
+    def __init__(self, device="cpu", size=4):
+        super().__init__(device, size)
+        self.look = self.description = f"egl, quality {os.getpid()}"
+
+
+def test_workers_that_draw_otherwise_are_an_error():
+    pool = Pool(OtherLooks, MeanReward, ["cpu", "cpu"])
+    with pytest.raises(RunError, match="draws by egl, quality .*, the others by egl.*--renderer"):
+        pool.wait_ready()
+    pool.close()
+
+
+class Late:
+    """Rewards that a device has computed a tenth of a second after it was asked."""
+
+    def __init__(self, means, log):
+        self.means, self.log, self.at = means, log, time.monotonic() + 0.1
+
+    def float(self):
+        return self
+
+    def cpu(self):
+        time.sleep(max(0, self.at - time.monotonic()))
+        self.log("done")
+        return self.means
+
+
+class LateReward(torch.nn.Module):
+    """The mean of frames, from a device that computes while the next ones are drawn."""
+
+    def __init__(self, device, folder):
+        super().__init__()
+        self.path = folder / f"log_{os.getpid()}"
+
+    def log(self, word):
+        with self.path.open("a") as file:
+            file.write(word + " ")
+
+    def forward(self, frames):
+        self.log("launched")
+        return Late(HandOver.frames.float().mean((1, 2, 3)), self.log)
+
+
+class HandOver(PaintRenderer):
+    """Hands its frames to the reward by the side: tensors on torch's "meta" have no content."""
+
+    def render(self, states, out=None):
+        HandOver.frames = torch.from_numpy(super().render(states, out).copy())
+        return HandOver.frames.numpy()
+
+
+def test_a_gpu_s_next_chunk_is_drawn_before_the_last_one_is_done(tmp_path):
+    """torch's "meta" plays the GPU: not the CPU, and nothing there takes memory here."""
+    pool = Pool(HandOver, functools.partial(LateReward, folder=tmp_path), ["meta"], 4)
+    numbers = np.arange(18.0)
+    np.testing.assert_array_equal(pool.score(numbers[:, None]), numbers)
+    (log,) = tmp_path.iterdir()
+    assert log.read_text().split()[:4] == ["launched", "launched", "done", "launched"]
+    np.testing.assert_array_equal(pool.score(numbers[:3, None]), numbers[:3])
+    # a worker that dies with a chunk on its GPU: it is scored again
+    pool.put(numbers[:8, None])
+    wait_until(lambda: len(log.read_text().split()) >= 2 * 6 + 1)
+    pool.workers[0].kill()
+    np.testing.assert_array_equal(pool.take(), numbers[:8])
+    assert pool.restarts == 1
+    pool.close()
