@@ -321,7 +321,8 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
                 model = create()  # weights that are no state_dict, but arrays in an .npz file
             tokenizer = open_clip.get_tokenizer(arch)
         except Exception as error:  # a configuration that fits no code, weights that fit no model
-            raise UsageError(f"--clip-model {name} cannot be loaded: {first_line(error)}") from error
+            problem = f"--clip-model {name} cannot be loaded: {first_line(error)}"
+            raise UsageError(problem) from error
         model.eval().requires_grad_(False)
         preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
         visual = model.visual
@@ -522,7 +523,7 @@ class Scorer:
         with self._memory():
             for batch in (states[i : i + step] for i in range(0, len(states), step)):
                 drawing = time.perf_counter()
-                if hasattr(renderer, "draw"):  # on the device
+                if renderer and hasattr(renderer, "draw"):  # on the device
                     frames = renderer.draw(batch)
                 elif renderer:
                     shape, pinned = (len(batch), *renderer.frame_shape), torch.cuda.is_available()

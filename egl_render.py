@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SCENES = Path(__file__).resolve().parent / "scenes"
 INSTALL_GL = "apt-get update && apt-get install -y libegl1 libgl1-mesa-dri libgles2"
 INSTALL_WARP = 'pip install ".[warp]"'
-DRM = Path("/sys/class/drm")  # of the kernel: graphics cards by the names of their files in /dev/dri
+DRM = Path("/sys/class/drm")  # the kernel's graphics cards, by their names in /dev/dri
 BY_WARP = "; --renderer warp draws without EGL"
 _device = "cpu"  # the torch device that setup_gl bound this process to
 
@@ -74,7 +74,8 @@ def gl_renderer() -> str:
         except (ImportError, RuntimeError):
             if os.environ.pop("MUJOCO_EGL_DEVICE_ID", None) is None:
                 raise
-            context = mujoco.GLContext(16, 16)  # EGL lacks that device: only software may replace it
+            # EGL lacks that device; only software may replace it
+            context = mujoco.GLContext(16, 16)
         context.make_current()
         name = glGetString(GL_RENDERER).decode()
         context.free()
@@ -92,12 +93,16 @@ def gpu_address() -> str:
     0000:3b:00.0, EGL at 0000:3b:00.0". Raises UsageError if that is not the same GPU."""
     import torch
 
-    found = torch.cuda.get_device_properties(_device)
-    numbers = found.pci_domain_id, found.pci_bus_id, found.pci_device_id
-    computes, draws = "{:04x}:{:02x}:{:02x}.0".format(*numbers), egl_address()
-    if draws and draws != computes:
+    found: Any = torch.cuda.get_device_properties(_device)
+    draws = egl_address()
+    numbers: Any = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    known = None not in numbers  # by older versions of torch
+    computes = "a place torch does not tell"
+    if known:
+        computes = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    if draws and known and draws != computes:
         raise UsageError(f"EGL draws on the GPU at {draws}, {_device} is at {computes}{BY_WARP}")
-    return f"{_device} at {computes}, EGL at {draws or 'a place that it does not tell'}"
+    return f"{_device} at {computes}, EGL at {draws or 'a place it does not tell'}"
 
 
 def egl_address() -> str:
@@ -105,16 +110,28 @@ def egl_address() -> str:
     from mujoco import egl
     from mujoco.egl.egl_ext import eglGetProcAddress
 
-    device, number = ctypes.c_ssize_t(), ctypes.c_void_p
+    device, pointer, kind = ctypes.c_ssize_t(), ctypes.c_void_p, ctypes.CFUNCTYPE
     # EGL_EXT_device_query: the display's EGL_DEVICE_EXT; EGL_EXT_device_drm: its file in /dev/dri
-    kinds = ctypes.CFUNCTYPE(ctypes.c_uint, number, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
-    attribute = kinds(eglGetProcAddress("eglQueryDisplayAttribEXT") or 0)
-    string = ctypes.CFUNCTYPE(ctypes.c_char_p, number, ctypes.c_int)
-    string = string(eglGetProcAddress("eglQueryDeviceStringEXT") or 0)
-    known = attribute and string and attribute(egl.EGL_DISPLAY, 0x322C, ctypes.byref(device))
-    file = string(device.value, 0x3233) if known else None
+    attribute = kind(ctypes.c_uint, pointer, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
+    string = kind(ctypes.c_char_p, pointer, ctypes.c_int)
+    find_device: Any = attribute(eglGetProcAddress("eglQueryDisplayAttribEXT") or 0)
+    find_string: Any = string(eglGetProcAddress("eglQueryDeviceStringEXT") or 0)
+    known = find_device and find_string
+    known = known and find_device(egl.EGL_DISPLAY, 0x322C, ctypes.byref(device))
+    file = find_string(device.value, 0x3233) if known else None
     path = DRM / os.path.basename((file or b"").decode()) / "device"
     return path.resolve().name if file and path.exists() else ""
+
+
+def draws_by_warp(args: "RenderArgs") -> bool:
+    """Return whether MuJoCo Warp draws: it was asked for, or it is installed and this process has
+    no OpenGL."""
+    if args.renderer == "auto" and importlib.util.find_spec("mujoco_warp"):
+        try:
+            return not gl_renderer()
+        except UsageError:
+            return True
+    return args.renderer == "warp"
 
 
 def is_software(name: str) -> bool:
@@ -153,8 +170,8 @@ class RenderArgs:
     render_size: Annotated[int, Interval(ge=16, le=8192)] = 480
     """height and width of the frames in pixels"""
     renderer: Literal["auto", "egl", "warp"] = "auto"
-    """what draws MuJoCo's states: OpenGL, or MuJoCo Warp (pip install .[warp]), which needs none and
-    draws where CLIP computes; auto: OpenGL if there is one"""
+    """what draws MuJoCo's states: OpenGL by EGL, or MuJoCo Warp (pip install .[warp]), which needs
+    no OpenGL and draws where CLIP computes; auto: OpenGL if there is one"""
     render_quality: Literal["auto", "full", "light"] = "auto"
     """light: no shadows, no antialiasing; auto: full on a GPU, light in software"""
     textured: bool = True
@@ -188,6 +205,15 @@ class Camera:
     lookat: tuple[float, float, float] = (0.0, 0.0, 0.0)
     track_body: int = -1
     fixed_id: int = -1  # >= 0: a camera of the model's own; the rest is ignored
+
+    @property
+    def axes(self) -> np.ndarray:
+        """Right, up and backward [3, 3] in the world, in columns, as of mjv_updateCamera."""
+        azimuth, elevation = np.radians([self.azimuth, self.elevation])
+        level = np.array([np.cos(azimuth), np.sin(azimuth), 0])
+        forward = np.cos(elevation) * level + [0, 0, np.sin(elevation)]
+        right = np.array([level[1], -level[0], 0])
+        return np.stack([right, np.cross(right, forward), -forward], 1)
 
 
 # The humanoid's camera in the paper (section 4.3 and its appendix): tracks the torso, body 1.
@@ -268,6 +294,23 @@ def _coarse_sizes(model):
     return sizes
 
 
+def look_of(size: int, camera: Camera | list[Camera], quality: str) -> tuple:
+    """Return a renderer's cameras and the shape of its frames. Raises ValueError."""
+    if quality not in ("auto", "full", "light"):
+        raise ValueError(f"quality must be auto, full or light, not {quality!r}")
+    if isinstance(camera, list):
+        return camera, (len(camera), size, size, 3)
+    return [camera], (size, size, 3)
+
+
+def checked(states: np.ndarray, model: "mujoco.MjModel") -> np.ndarray:
+    """Return states of the model as [B, nq + nv] float64. Raises ValueError."""
+    states = np.asarray(states, np.float64)
+    if states.ndim != 2 or states.shape[1] != model.nq + model.nv:
+        raise ValueError(f"states must be [B, {model.nq + model.nv}], not {states.shape}")
+    return states
+
+
 class MujocoRenderer:
     """Draw MuJoCo states without stepping, as `env.render()` draws them.
 
@@ -290,23 +333,19 @@ class MujocoRenderer:
     ) -> None:
         import mujoco
 
-        if quality not in ("auto", "full", "light"):
-            raise ValueError(f"quality must be auto, full or light, not {quality!r}")
+        self.cameras, self.frame_shape = look_of(size, camera, quality)
         name = gl_renderer()
         if _device != "cpu" and is_software(name) and quality != "light":
             raise UsageError(
                 f"{name} draws in software instead of {_device}: install NVIDIA's libEGL (in a "
-                "container: NVIDIA_DRIVER_CAPABILITIES=all), or use --renderer warp, which needs no "
-                "EGL, or --render-quality light"
+                "container: NVIDIA_DRIVER_CAPABILITIES=all), or use --renderer warp, which needs "
+                "none, or --render-quality light"
             )
         light = quality == "light" or (quality == "auto" and is_software(name))
         self.look = f"egl, {'light' if light else 'full'} quality"
         hardware = _device != "cpu" and not is_software(name)
         self.description = f"{name} ({gpu_address()})" if hardware else name
-        several = [len(camera)] if isinstance(camera, list) else []
-        self.model, self.cameras = model, camera if isinstance(camera, list) else [camera]
-        self.frame_shape = (*several, size, size, 3)
-        self.data = mujoco.MjData(model)
+        self.model, self.data = model, mujoco.MjData(model)
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, size)
         model.vis.global_.offheight = max(model.vis.global_.offheight, size)
         sizes = kept = model.geom_size.copy()
@@ -346,9 +385,7 @@ class MujocoRenderer:
         import mujoco
 
         model, data = self.model, self.data
-        states = np.asarray(states, np.float64)
-        if states.ndim != 2 or states.shape[1] != model.nq + model.nv:
-            raise ValueError(f"states must be [B, {model.nq + model.nv}], not {states.shape}")
+        states = checked(states, model)
         out = np.empty((len(states), *self.frame_shape), np.uint8) if out is None else out
         for state, frame in zip(states, out, strict=True):
             data.qpos, data.qvel = np.split(state, [model.nq])

@@ -55,7 +55,7 @@ from clip_reward import UsageError
 from environments import classic, judges
 from training.run import Run, RunArgs, parse_args, say
 from training.workers import Pool, stop_signals_blocked
-from warp_render import make_mujoco_renderer
+from warp_render import WarpRenderer
 
 LearningRate = Annotated[float, Interval(gt=0, le=1)]
 
@@ -248,7 +248,10 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
     env = gym.make(args.env_id).unwrapped
     model = egl_render.textured_model(env.fullpath) if args.textured else env.model
     camera = egl_render.choose_camera(args, env)
-    return make_mujoco_renderer(args, model, camera, device, size)
+    look = model, size or args.render_size, camera, args.render_quality
+    if egl_render.draws_by_warp(args):
+        return WarpRenderer(*look, device)
+    return egl_render.MujocoRenderer(*look)
 
 
 class RunningNorm(nn.Module):

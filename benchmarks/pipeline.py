@@ -223,7 +223,8 @@ def main():
         alone = pool_alone(Blank, sleep, ["meta"], chunk, np.zeros((50 * chunk, 47)))
         keep(scorer_alone_frames_per_s=alone)
         alone *= int(devices[0][4:] or 1) if devices[0].startswith("ray") else len(devices)
-        command[1:1] = "-c", f"from benchmarks import pipeline as p; p.run_asleep{own.scorer_ms, own.draw_ms}"
+        ms = own.scorer_ms, own.draw_ms
+        command[1:1] = "-c", f"from benchmarks import pipeline as p; p.run_asleep{ms}"
         own.measure = ("run",)
     if "clip" in own.measure:
         speeds = clip_alone(args, own.batches)

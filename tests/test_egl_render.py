@@ -186,7 +186,7 @@ def test_egl_never_draws_on_another_gpu_without_a_word(two_gpus, monkeypatch):
     for device, file, draws in (
         ("cuda:0", b"/dev/dri/card0", "0000:1b:00.0"),
         ("cuda:1", b"/dev/dri/card1", "0000:3b:00.0"),
-        ("cuda:1", None, "a place that it does not tell"),
+        ("cuda:1", None, "a place it does not tell"),
     ):
         two_gpus(file)
         monkeypatch.setattr(egl_render, "_device", device)

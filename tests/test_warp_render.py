@@ -1,10 +1,9 @@
-"""MuJoCo Warp's pictures: the same in any chunks, close to OpenGL's, and chosen where there is none."""
+"""MuJoCo Warp's pictures: the same in any chunks, close to OpenGL's, drawn where there is none."""
 
 import dataclasses
 import functools
 import sys
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -18,12 +17,12 @@ import clip_reward
 import sac_clip_humanoid as sac
 import warp_render
 from clip_reward import UsageError
-from egl_render import PAPER_CAMERA, MujocoRenderer, RenderArgs, textured_model
+from egl_render import PAPER_CAMERA, MujocoRenderer, textured_model
 from environments import judges
 from evaluation import metrics
 from tiny_clip import poses
 from training.workers import Pool
-from warp_render import WarpRenderer, make_mujoco_renderer
+from warp_render import WarpRenderer
 
 egl_render.quiet_mujoco()
 
@@ -51,16 +50,15 @@ def test_pictures_are_the_same_in_any_chunks_and_order():
     assert torch.equal(whole, torch.cat(parts))
     assert torch.equal(whole.flip(0), renderer.draw(states[99::-1]))
     assert not renderer.draw(states[:0]).numel()
-    large = WarpRenderer(textured_model(poses.HUMANOID_XML), 2100, quality="light")  # one picture at a time
-    assert large.worlds == 1 and large.render(states[:2]).shape == (2, 2100, 2100, 3)
+    large = WarpRenderer(textured_model(poses.HUMANOID_XML), 2100, quality="light")
+    assert large.worlds == 1, "one picture at a time"
+    assert large.render(states[:2]).shape == (2, 2100, 2100, 3)
 
 
 def test_rewards_are_those_of_opengl_s_pictures_for_all_eight_prompts():
     states, names = library()
     clip = clip_reward.load_clip("local-dir:tiny_clip")
-    goals = [
-        clip_reward.CLIPReward(clip, judges.TASKS[task].target_prompt) for task in poses.TASKS
-    ]
+    goals = [clip_reward.CLIPReward(clip, judges.TASKS[task].target_prompt) for task in poses.TASKS]
 
     def rewards(kind, quality):
         embeddings = goals[0].embed_images(draw(states, kind, quality=quality))
@@ -96,7 +94,8 @@ def test_cameras_look_where_opengl_s_look(camera_name):
     import mujoco
 
     spec = mujoco.MjSpec.from_file(poses.HUMANOID_XML)
-    spec.worldbody.add_camera(name="fixed", pos=[2, -3, 1.5], xyaxes=[0.8, 0.6, 0, 0, 0, 1], fovy=60)
+    axes = [0.8, 0.6, 0, 0, 0, 1]
+    spec.worldbody.add_camera(name="fixed", pos=[2, -3, 1.5], xyaxes=axes, fovy=60)
     camera = egl_render.Camera(4.0, 30.0, -25.0, (0.1, 0.2, 0.9))
     if camera_name:
         model = spec.compile()
@@ -117,30 +116,29 @@ def test_cameras_look_where_opengl_s_look(camera_name):
 
 
 def test_auto_is_opengl_and_warp_where_there_is_none(monkeypatch):
-    model = gym.make("InvertedPendulum-v5").unwrapped.model  # has no camera
-    camera = egl_render.Camera(3.0, 90.0, -20.0)
-    make = functools.partial(make_mujoco_renderer, model=model, camera=camera, size=32)
-    args = RenderArgs()
-    assert make(args).look == "egl, light quality" or not egl_render.is_software(
-        egl_render.gl_renderer()
-    )
-    assert make(RenderArgs(renderer="warp")).look == "warp, light quality"
-    assert make(RenderArgs(renderer="warp", render_quality="full")).look == "warp, full quality"
+    def look(**flags):
+        args = sac.Args(env_id="InvertedPendulum-v5", render_size=32, **flags)  # has no camera
+        renderer = sac.make_renderer(args)
+        assert renderer.render(np.zeros((1, 4))).std() > 0
+        return renderer.look
+
+    assert look().startswith("egl, ")
+    assert look(renderer="warp") == "warp, light quality"
+    assert look(renderer="warp", render_quality="full") == "warp, full quality"
 
     def no_gl():
         raise UsageError("no OpenGL to draw with")
 
-    monkeypatch.setattr(warp_render, "gl_renderer", no_gl)
     monkeypatch.setattr(egl_render, "gl_renderer", no_gl)
-    assert make(args).render(np.zeros((1, 4))).std() > 0
+    assert look() == "warp, light quality"
     with pytest.raises(UsageError, match="no OpenGL"):
-        make(RenderArgs(renderer="egl"))
+        look(renderer="egl")
     monkeypatch.setitem(sys.modules, "mujoco_warp", None)
     with pytest.raises(UsageError, match=r'needs MuJoCo Warp: pip install ".\[warp\]"'):
-        make(RenderArgs(renderer="warp"))
-    monkeypatch.setattr(warp_render.importlib.util, "find_spec", lambda name: None)
+        look(renderer="warp")
+    monkeypatch.setattr(egl_render.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="no OpenGL"):
-        make(args)
+        look()
 
 
 def test_workers_and_chunks_do_not_change_a_reward():
@@ -151,8 +149,9 @@ def test_workers_and_chunks_do_not_change_a_reward():
         renderer="warp",
         camera_azimuth=(120.0, 240.0),
     )
-    setup = functools.partial(sac.make_renderer, args), functools.partial(
-        clip_reward.make_clip_reward, args
+    setup = (
+        functools.partial(sac.make_renderer, args),
+        functools.partial(clip_reward.make_clip_reward, args),
     )
     states, rewards = library()[0][:60], []
     for devices, chunk in ((["cpu"], 64), (["cpu", "cpu"], 16)):

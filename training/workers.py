@@ -258,8 +258,8 @@ computing = collections.deque()  # (number, launched) of chunks that this worker
 
 
 def _work(method, number=None, *args):
-    """Score or render job `number` -> [(number, result)] of all jobs that are done. A GPU's chunk is
-    done when the next one was drawn, or at "finish"."""
+    """Score or render job `number` -> [(number, result)] of all jobs that are done. A GPU's chunk
+    is done when the next one was drawn, or at "finish"."""
     if method == "render":
         return [(number, scorer.render(*args))]
     if method == "score":

@@ -1,0 +1,122 @@
+r"""The same states drawn and scored in every way this machine has: pictures, rewards, CPU time.
+
+    python benchmarks/renderers.py --out docs/renderers.png            # tiny_clip on this CPU
+    python benchmarks/renderers.py --device cuda:0 --render-size 480 --clip-model ViT-L-14/openai
+
+Each way has a process of its own, because OpenGL is bound to one device by the environment. A
+reward's EPIC distance and largest difference are those to the first way, in float32. Times are CPU
+time per frame of the drawing process, medians of five.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import tyro
+from PIL import Image
+
+import clip_reward  # before torch: it bounds how long threads spin
+import egl_render
+from evaluation import metrics
+from warp_render import WarpRenderer
+
+MESA = {"__EGL_VENDOR_LIBRARY_FILENAMES": "/usr/share/glvnd/egl_vendor.d/50_mesa.json"}
+WAYS = {  # renderer, quality, the environment's variables
+    "egl light": ("egl", "light", {}),
+    "egl full": ("egl", "full", {}),
+    "Mesa light": ("egl", "light", MESA),
+    "warp light": ("warp", "light", {}),
+    "warp full": ("warp", "full", {}),
+}
+
+
+@dataclass
+class Args:
+    device: str = "cpu"
+    """where pictures are drawn (Mesa: always on the CPU) and scored"""
+    clip_model: str = "local-dir:tiny_clip"
+    """the model"""
+    precisions: tuple[str, ...] = ("fp32", "fp16")
+    """number formats of its image tower"""
+    render_size: int = 64
+    """height and width in pixels"""
+    per_task: int = 8
+    """states of each of the paper's eight tasks"""
+    out: Path | None = None
+    """draw one state of each task in every way"""
+    json: Path | None = None
+    """also write the table to this file"""
+
+
+def states_and_prompts(per_task):
+    """Library poses at rest [8 * per_task, 47], and the tasks' prompts."""
+    from environments import judges
+    from tiny_clip import poses
+
+    rng = np.random.default_rng(0)
+    qpos = np.concatenate([poses.sample(task, rng, per_task) for task in poses.TASKS])
+    prompts = [judges.TASKS[task].target_prompt for task in poses.TASKS]
+    return np.pad(qpos, ((0, 0), (0, 23))), prompts
+
+
+def draw(args, renderer, quality, variables):
+    """In a process of its own -> description, frames, CPU ms per frame, {precision: rewards}."""
+    os.environ.update(variables)
+    device = "cpu" if variables else args.device
+    egl_render.setup_gl(device)
+    egl_render.quiet_mujoco()
+    from tiny_clip import poses
+
+    states, prompts = states_and_prompts(args.per_task)
+    model = egl_render.textured_model(poses.HUMANOID_XML)
+    look = model, args.render_size, egl_render.PAPER_CAMERA, quality
+    drawing = egl_render.MujocoRenderer(*look) if renderer == "egl" else WarpRenderer(*look, device)
+    frames, times = drawing.render(states), []
+    for _ in range(5):
+        began = time.process_time()
+        drawing.render(states[:32])
+        times.append(1e3 * (time.process_time() - began) / len(states[:32]))
+    rewards = {}
+    for precision in args.precisions:
+        clip = clip_reward.load_clip(args.clip_model, args.device, precision)
+        goals = [clip_reward.CLIPReward(clip, prompt) for prompt in prompts]
+        embeddings = goals[0].embed_images(frames)
+        rewards[precision] = [goal.reward(embeddings).cpu().numpy() for goal in goals]
+    return drawing.description, frames, float(np.median(times)), rewards
+
+
+def main(args):
+    table, rows, first = [], [], None
+    for name, way in WAYS.items():
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn) as process:
+            try:
+                described, frames, ms, rewards = process.submit(draw, args, *way).result()
+            except clip_reward.UsageError as error:
+                print(f"{name}: {error}")
+                continue
+        first = first or rewards[args.precisions[0]]
+        rows.append(np.concatenate(list(frames[:: args.per_task]), 1))
+        for precision, values in rewards.items():
+            epic = max(metrics.epic_distance(a, b) for a, b in zip(values, first, strict=True))
+            most = float(np.abs(np.stack(values) - np.stack(first)).max())
+            table.append((name, precision, ms, epic, most, described))
+            line = "{:>10} {}: {:7.2f} CPU ms, EPIC distance at most {:.3f}, difference {:.4f}; {}"
+            print(line.format(*table[-1]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=2))
+    if args.out:
+        Image.fromarray(np.concatenate(rows)).save(args.out)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
