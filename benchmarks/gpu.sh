@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Everything worth knowing about speed, on this machine, in under ten minutes with a GPU:
+# The questions of the first half hour on a machine with GPUs, the most important ones first:
 #
-#     benchmarks/gpu.sh [FOLDER]         # FOLDER: table.txt; of every piece .txt .json .err
+#     benchmarks/gpu.sh [FOLDER]    # table.txt, results.json; of every piece .txt .json .err
 #
-# Without a GPU (or with DEVICE=cpu) the same pieces run in a small form, in about a minute.
-# Every piece has a time limit, and so have all together: a piece that fails or takes too long is
-# named in the table, stops no other, and makes the exit code 1. The most important ones come first.
+# Without a GPU (or with DEVICE=cpu) the same pieces run in a small form. Every piece has a limit in
+# seconds, and so have all together (BUDGET); a piece that fails or takes too long is named in the
+# table, stops no other, and makes the exit code 1.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${1:-gpu_results}
-DEVICE=${DEVICE:-$("$PYTHON" -c 'import torch; print("cuda:0" if torch.cuda.is_available() else "cpu")')}
-BUDGET=${BUDGET:-$([ "$DEVICE" = cpu ] && echo 900 || echo 560)} # seconds for all pieces
+GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+DEVICE=${DEVICE:-$([ "${GPUS:-0}" -gt 0 ] && echo cuda:0 || echo cpu)}
+BUDGET=${BUDGET:-1700}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 rm -f "$OUT"/*.{json,txt,err}
@@ -20,18 +21,17 @@ trap 'rm -rf "$MODELS"' EXIT
 SECONDS=0
 FAILED=0
 
-piece() { # NAME LIMIT SCRIPT ARGUMENTS...: run one, at most LIMIT seconds, and add it to the table
+piece() { # NAME LIMIT ARGUMENTS...: run Python, at most LIMIT seconds, and add it to the table
     local name=$1 limit=$2 began=$SECONDS code=124
     shift 2
     [ "$limit" -gt $((BUDGET - SECONDS)) ] && limit=$((BUDGET - SECONDS))
     if [ "$limit" -gt 5 ]; then
         # KILL, to the whole group: a training script takes TERM as "finish this rollout"
-        timeout -s KILL "$limit" "$PYTHON" "benchmarks/$1" "${@:2}" --json "$OUT/$name.json" \
-            >"$OUT/$name.txt" 2>"$OUT/$name.err"
+        timeout -s KILL "$limit" "$PYTHON" "$@" >"$OUT/$name.txt" 2>"$OUT/$name.err"
         code=$?
     fi
     {
-        echo "== $name ($((SECONDS - began)) s): benchmarks/$*"
+        echo "== $name ($((SECONDS - began)) s): $*"
         cat "$OUT/$name.txt" 2>/dev/null
         [ $code = 0 ] || echo "INCOMPLETE: $name, exit code $code (124, 137: time limit); see $OUT/$name.err"
         echo
@@ -39,36 +39,79 @@ piece() { # NAME LIMIT SCRIPT ARGUMENTS...: run one, at most LIMIT seconds, and 
     [ $code = 0 ] || FAILED=1
 }
 
-model() { # ARCH LIMIT ARGUMENTS...: CLIP of random weights, alone and end to end
-    [ -d "$MODELS/$1" ] || timeout "$2" "$PYTHON" benchmarks/random_clip.py "$1" "$MODELS/$1"
-    piece "$1" "$2" pipeline.py --measure clip run --clip-model "local-dir:$MODELS/$1" \
-        --reward-devices "$DEVICE" "${@:3}"
+pipeline() { # NAME LIMIT ARGUMENTS...
+    piece "$1" "$2" benchmarks/pipeline.py "${@:3}" --json "$OUT/$1.json"
 }
 
-draw() { # NAME QUALITY DEVICES...
-    piece "$1" 40 pipeline.py --measure draw --render-size 480 --render-quality "$2" \
-        --reward-devices "${@:3}"
+repeat() { # N: the device, N times
+    for ((i = 0; i < $1; i++)); do printf '%s ' "$DEVICE"; done
 }
 
 if [ "$DEVICE" = cpu ]; then
-    small=(--num-envs 2 --episode-length 50 --gradient-steps 5 --rollouts 2)
-    piece tiny_clip 300 pipeline.py --measure clip draw run "${small[@]}" --reward-devices cpu
-    piece updates 300 updates.py --device cpu --rows plain --rounds 1
-    piece overlap 300 pipeline.py --scorer-ms 1.6 --num-envs 4 --rollouts 2
-    model ViT-B-32 300 "${small[@]}" --episode-length 8 --clip-batch-size 16
+    echo "no GPU: small forms on the CPU, whose times say nothing about a GPU" | tee "$OUT/table.txt"
+    ARCH=ViT-B-32 SIZE=64 BATCHES="4 8" WORKERS=2 MANY=() PRECISIONS="fp32 fp16"
+    small=(--num-envs 2 --episode-length 8 --gradient-steps 2 --rollouts 1 --states-per-worker 32)
+    small+=(--clip-batch-size 8)
 else
-    paper=(--render-size 480 --rollouts 2)
-    model ViT-L-14 110 "${paper[@]}" --batches 64 128 256
-    draw draw_by_1 full "$DEVICE"
-    draw draw_by_4 full "$DEVICE" "$DEVICE" "$DEVICE" "$DEVICE"
-    piece updates 60 updates.py --device "$DEVICE" --rows plain
-    piece overlap 60 pipeline.py --scorer-ms 1.6 --rollouts 2
-    model ViT-bigG-14 200 "${paper[@]}" --batches 64 256 --num-envs 16
-    piece updates_compiled 120 updates.py --device "$DEVICE" --rows compiled
-    piece ray 90 pipeline.py --clip-model "local-dir:$MODELS/ViT-L-14" "${paper[@]}" \
-        --reward-devices ray:1
-    draw draw_light_by_4 light "$DEVICE" "$DEVICE" "$DEVICE" "$DEVICE"
+    ARCH=ViT-bigG-14 SIZE=480 BATCHES="64 128 256" WORKERS=4 PRECISIONS="fp32 fp16"
+    small=(--rollouts 3)
+    MANY=() && for n in 2 4 8; do [ "$GPUS" -ge "$n" ] && MANY+=("$n"); done
+    mapfile -t devices < <(seq -f 'cuda:%.0f' 0 $((GPUS - 1)))
 fi
+MODEL=(--clip-model "local-dir:$MODELS/$ARCH" --render-size "$SIZE")
+one=(--reward-devices "$DEVICE")
+read -ra several <<<"$(repeat $WORKERS)"
 
-echo "($SECONDS s; the table: $OUT/table.txt, all numbers: $OUT/*.json)"
+# 1. Which EGL device is which CUDA device, and what draws there
+pipeline devices 60 --measure draw --renderer egl --states-per-worker 64 "${small[@]}" \
+    --reward-devices "${devices[@]:-cpu}"
+# 2. The tests of devices
+piece tests 180 -m pytest -q -p no:cacheprovider tests/test_devices.py
+# 3. Drawing alone
+for way in "egl full" "egl light" "warp full" "warp light"; do
+    [ "$DEVICE $way" = "cpu egl full" ] && continue # half a minute, and nobody draws so
+    read -r renderer quality <<<"$way"
+    draw=(--measure draw --render-size "$SIZE" --renderer "$renderer" --render-quality "$quality")
+    pipeline "draw_${renderer}_$quality" 40 "${draw[@]}" "${small[@]}" "${one[@]}"
+    pipeline "draw_${renderer}_${quality}_by_$WORKERS" 60 "${draw[@]}" "${small[@]}" \
+        --reward-devices "${several[@]}"
+done
+# 4. CLIP alone, of random weights, as large as the real one
+timeout 200 "$PYTHON" benchmarks/random_clip.py "$ARCH" "$MODELS/$ARCH"
+read -ra batches <<<"$BATCHES"
+pipeline clip 120 --measure clip "${MODEL[@]}" --batches "${batches[@]}" "${one[@]}"
+pipeline clip_compiled 300 --measure clip "${MODEL[@]}" --compile --batches "${batches[@]:0:1}" "${one[@]}"
+# 5. Drawing and CLIP without a learner
+for renderer in egl warp; do
+    pipeline "score_$renderer" 90 --measure score "${MODEL[@]}" "${small[@]}" "${one[@]}" \
+        --renderer "$renderer"
+done
+# 6. The whole run: plain, compiled
+for renderer in egl warp; do
+    pipeline "run_$renderer" 180 "${MODEL[@]}" "${small[@]}" "${one[@]}" --renderer "$renderer"
+done
+pipeline run_compiled 400 "${MODEL[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
+piece updates 90 benchmarks/updates.py --device "$DEVICE" --rows plain --rounds 1 --json "$OUT/updates.json"
+# 7. The same states in every way and precision, as rewards
+read -ra precisions <<<"$PRECISIONS"
+piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$SIZE" --per-task 8 \
+    --precisions "${precisions[@]}" --out "$OUT/renderers.png" --json "$OUT/renderers.json"
+# 8. Three cameras
+pipeline cameras 180 "${MODEL[@]}" "${small[@]}" "${one[@]}" --camera-azimuth 120 180 240
+# 9. Through Ray, and with a simulated device: does everything hide behind CLIP?
+pipeline ray 120 "${MODEL[@]}" "${small[@]}" --reward-devices ray:1
+pipeline overlap_egl 90 --scorer-ms 1.6 --draw-ms 1.5 --rollouts 2
+pipeline overlap_warp 90 --scorer-ms 1.6 --draw-ms 0.1 --rollouts 2
+# 10. More GPUs
+for n in "${MANY[@]}"; do
+    pipeline "gpus_$n" 120 "${MODEL[@]}" "${small[@]}" --reward-devices "${devices[@]:0:$n}"
+done
+
+"$PYTHON" - "$OUT" <<'END'
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+(folder / "results.json").write_text(json.dumps(found, indent=1))
+END
+echo "($SECONDS s; the table: $OUT/table.txt, all numbers: $OUT/results.json)"
 exit $FAILED

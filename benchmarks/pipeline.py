@@ -57,8 +57,9 @@ DQN = "--num-envs 8 --episode-length 200 --gradient-steps 1600 --batch-size 64"
 
 @dataclass
 class Args:
-    measure: tuple[Literal["clip", "draw", "run"], ...] = ("run",)
-    """clip: CLIP alone; draw: the workers without CLIP; run: the whole script"""
+    measure: tuple[Literal["clip", "draw", "score", "run"], ...] = ("run",)
+    """clip: CLIP alone; draw: the workers without CLIP; score: the workers without a learner; run:
+    the whole script"""
     batches: tuple[int, ...] = ()
     """batch sizes for CLIP alone, up to the first without enough memory; default: the script's"""
     scorer_ms: float = 0.0
@@ -67,6 +68,8 @@ class Args:
     """with --scorer-ms: drawing takes so long per frame, while the device computes"""
     env_id: str = "Humanoid-v5"
     """the task"""
+    states_per_worker: int = 800
+    """how many states draw and score use"""
     rollouts: int = 6
     """rollouts to measure, after one that is not counted"""
     json: Path | None = None
@@ -154,25 +157,24 @@ def clip_alone(args, batches):
 def pool_alone(make_renderer, make_reward, devices, batch_size, states):
     """Measure a pool that gets all `states` at once -> frames/s."""
     pool = training.workers.Pool(make_renderer, make_reward, devices, batch_size)
-    lines = pool.wait_ready()
+    print(*pool.wait_ready(), sep="\n")
     pool.score(states[: 2 * batch_size * len(devices)])
     start = time.perf_counter()
     pool.score(states)
     speed = len(states) / (time.perf_counter() - start)
     pool.close()
-    print(f"{lines[0]}; {len(devices)} of it alone: {speed:.4g} frames/s", flush=True)
     return speed
 
 
-def draw_alone(script, args, frames_per_worker=800):
-    """Measure the workers without CLIP, on states of random actions -> frames/s."""
+def workers_alone(script, args, make_reward, states_per_worker):
+    """Measure the workers without a learner, on states of random actions -> states/s."""
     env = script.make_env(args)()
     env.action_space.seed(0)
     env.reset(seed=0)
     states = [env.step(env.action_space.sample())[4]["states"] for _ in range(100)]
     devices, make_renderer = args.devices(), functools.partial(script.make_renderer, args)
-    states = np.resize(states, (frames_per_worker * len(devices), len(states[0])))
-    return pool_alone(make_renderer, Sleeper, devices, args.clip_batch_size, states)
+    states = np.resize(states, (states_per_worker * len(devices), len(states[0])))
+    return pool_alone(make_renderer, make_reward, devices, args.clip_batch_size, states)
 
 
 def whole_run(command, args, rollouts):
@@ -221,6 +223,7 @@ def main():
     if own.scorer_ms:
         sleep, chunk = functools.partial(Sleeper, ms=own.scorer_ms), args.clip_batch_size
         alone = pool_alone(Blank, sleep, ["meta"], chunk, np.zeros((50 * chunk, 47)))
+        print(f"one such device alone: {alone:.4g} frames/s", flush=True)
         keep(scorer_alone_frames_per_s=alone)
         alone *= int(devices[0][4:] or 1) if devices[0].startswith("ray") else len(devices)
         ms = own.scorer_ms, own.draw_ms
@@ -230,8 +233,14 @@ def main():
         speeds = clip_alone(args, own.batches)
         keep(clip_alone_frames_per_s=speeds)
         alone = max(speeds.values()) * len(set(devices))
-    if "draw" in own.measure:
-        keep(draw_alone_frames_per_s=draw_alone(script, args))
+    for name, reward in (
+        ("draw", Sleeper),
+        ("score", functools.partial(clip_reward.make_clip_reward, args)),
+    ):
+        if name in own.measure:
+            speed = workers_alone(script, args, reward, own.states_per_worker)
+            print(f"{name}: {speed:.4g} states/s", flush=True)
+            keep(**{f"{name}_alone_frames_per_s": speed})
     if "run" in own.measure:
         keep(stages=whole_run(command, args, own.rollouts))
         if alone:

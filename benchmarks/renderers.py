@@ -26,7 +26,7 @@ from PIL import Image
 
 import clip_reward  # before torch: it bounds how long threads spin
 import egl_render
-from evaluation import metrics
+from evaluation import figures, metrics
 from warp_render import WarpRenderer
 
 MESA = {"__EGL_VENDOR_LIBRARY_FILENAMES": "/usr/share/glvnd/egl_vendor.d/50_mesa.json"}
@@ -95,7 +95,7 @@ def draw(args, renderer, quality, variables):
 
 
 def main(args):
-    table, rows, first = [], [], None
+    table, rows, first, enlarge = [], [], None, max(1, 112 // args.render_size)
     for name, way in WAYS.items():
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, spawn) as process:
@@ -105,7 +105,8 @@ def main(args):
                 print(f"{name}: {error}")
                 continue
         first = first or rewards[args.precisions[0]]
-        rows.append(np.concatenate(list(frames[:: args.per_task]), 1))
+        shown = frames[:: args.per_task].repeat(enlarge, 1).repeat(enlarge, 2)
+        rows += [figures.framed(frame, name) for frame in shown]
         for precision, values in rewards.items():
             epic = max(metrics.epic_distance(a, b) for a, b in zip(values, first, strict=True))
             most = float(np.abs(np.stack(values) - np.stack(first)).max())
@@ -115,7 +116,7 @@ def main(args):
     if args.json:
         args.json.write_text(json.dumps(table, indent=2))
     if args.out:
-        Image.fromarray(np.concatenate(rows)).save(args.out)
+        Image.fromarray(figures.grid(rows, len(shown))).save(args.out)
 
 
 if __name__ == "__main__":

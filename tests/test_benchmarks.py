@@ -24,35 +24,35 @@ def run(*command, code=0, **environment):
 
 @pytest.mark.slow
 def test_everything_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
-    """gpu.sh: CLIP alone, drawing alone, end to end, updates, the overlap and a model of random
-    weights, each in a JSON."""
+    """gpu.sh: every piece ends with numbers above 0, in one table and one JSON."""
     printed = run("benchmarks/gpu.sh", tmp_path, DEVICE="cpu", PYTHON=sys.executable).stdout
     assert (tmp_path / "table.txt").read_text() in printed and "INCOMPLETE" not in printed
-    names = ("tiny_clip", "overlap", "updates", "ViT-B-32")
-    tiny, overlap, updates, random = (
-        json.loads((tmp_path / f"{name}.json").read_text()) for name in names
-    )
-    assert set(tiny["stages"]) == {"physics", "render", "clip", "update", "end to end"}
-    assert all(f"{stage} " in printed for stage in tiny["stages"])
-    rates = [unit for stage in tiny["stages"].values() for unit in stage.values()]
-    assert min(rates) > 0
-    end_to_end = tiny["stages"]["end to end"]["steps/s"]
-    alone = tiny["clip_alone_frames_per_s"]["64"]
-    assert tiny["end_to_end_of_alone"] == pytest.approx(end_to_end / alone)
-    assert tiny["draw_alone_frames_per_s"] > 0
+    assert printed.startswith("no GPU: ")
+    results = json.loads((tmp_path / "results.json").read_text())
+    names = "devices clip clip_compiled score_egl score_warp run_egl run_warp run_compiled updates"
+    names += " renderers cameras ray overlap_egl overlap_warp draw_egl_light draw_warp_full"
+    names += " draw_warp_light draw_egl_light_by_2 draw_warp_full_by_2 draw_warp_light_by_2"
+    assert results.keys() == set(names.split())
+    assert "== tests" in printed and " passed" in (tmp_path / "tests.txt").read_text()
+    for name in "run_egl", "run_warp", "run_compiled", "cameras", "ray":
+        stages = results[name]["stages"]
+        assert set(stages) == {"physics", "render", "clip", "update", "end to end"}
+        assert min(unit for stage in stages.values() for unit in stage.values()) > 0
+    assert results["devices"]["draw_alone_frames_per_s"] > 0
+    assert results["score_warp"]["score_alone_frames_per_s"] > 0
+    assert results["clip"]["clip_alone_frames_per_s"]["8"] > 0
+    assert results["updates"]["updates_per_second"].keys() == {"SAC", "DQN"}
+    overlap = results["overlap_egl"]
     assert overlap["args"]["gradient_steps"] == 1
     assert overlap["scorer_alone_frames_per_s"] == pytest.approx(625, rel=0.3)  # 1.6 ms a frame
-    assert 0 < overlap["end_to_end_of_alone"] < 1.1
-    assert overlap["stages"]["render"]["frames/s"] > 10_000, (
-        "nothing is drawn for workers that sleep"
-    )
-    assert updates["updates_per_second"].keys() == {"SAC", "DQN"}
-    assert random["stages"]["clip"]["frames/s"] > 0
+    # 1.5 ms of drawing and 1.6 of CLIP after one another would be 0.52
+    assert 0.6 < overlap["end_to_end_of_alone"] < 1.1
+    assert [row[0] for row in results["renderers"]][::4] == ["egl light", "Mesa light", "warp full"]
 
 
 def test_a_piece_that_fails_is_named_and_makes_the_exit_code_1(tmp_path):
     printed = run("benchmarks/gpu.sh", tmp_path, code=1, DEVICE="cpu", PYTHON="false").stdout
-    assert "INCOMPLETE: updates, exit code 1" in printed and "== overlap" in printed
+    assert "INCOMPLETE: updates, exit code 1" in printed and "== overlap_warp" in printed
 
 
 def test_pipeline_runs_the_classic_tasks_by_dqn(tmp_path):
