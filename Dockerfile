@@ -8,11 +8,13 @@ FROM debian:bookworm-slim
 # procps stops a run in its pod; KubeRay's health checks use wget (kube/rayjob.yaml). For --compile add
 # a compiler: g++ python3-dev.
 RUN apt-get update && apt-get install -y --no-install-recommends \
-    python3-venv ca-certificates libegl1 libgl1-mesa-dri libgles2 procps wget \
+    python3-venv ca-certificates libegl1 libopengl0 libgl1-mesa-dri libgles2 procps wget \
     && rm -rf /var/lib/apt/lists/*
 # With the graphics capability NVIDIA's container runtime brings the GPU's own EGL; this file tells the
 # EGL loader about it.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility,graphics
+# Where GKE mounts the driver's libraries, EGL's among them.
+ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64
 RUN mkdir -p /usr/share/glvnd/egl_vendor.d && echo \
     '{"file_format_version":"1.0.0","ICD":{"library_path":"libEGL_nvidia.so.0"}}' \
     > /usr/share/glvnd/egl_vendor.d/10_nvidia.json

@@ -150,7 +150,7 @@ def names(requirements):
     return {name.lower() for name in re.findall(r"^[\w-]+", requirements, re.M)}
 
 
-SCRIPTS = "clip_reward egl_render sac_clip_humanoid dqn_clip_classic eval_epic".split()
+SCRIPTS = "clip_reward egl_render sac_clip_humanoid dqn_clip_classic eval_epic warp_render".split()
 FOLDERS = ["environments", "evaluation", "scenes", "tiny_clip", "training"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -184,13 +184,14 @@ def test_the_image_has_every_package_that_is_needed_and_no_other():
     script = re.search(r"sed '(.*?)' /tmp/requirements.txt", DOCKERFILE)[1]
     kept = names(subprocess.check_output(["sed", script, ROOT / "requirements.txt"], text=True))
     folders = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
+    extras = PROJECT["project"]["optional-dependencies"]
     used = imported([*(ROOT / f"{name}.py" for name in SCRIPTS), *folders]) - {"gradio"}
+    used |= names("\n".join(extras["warp"]))
     with_others = {"pyopengl", "pygame-ce", "timm", "safetensors"}  # what needs them brings them
     assert used - with_others <= kept
     assert kept - used <= {"transformers", "pandas", "pyarrow"}  # of tokenizers and of Ray Tune
-    extras = PROJECT["project"]["optional-dependencies"]
     library = names("\n".join([*PROJECT["project"]["dependencies"]]))
-    assert library | names("\n".join([*extras["track"], *extras["ray"]])) <= kept
+    assert library | names("\n".join([*extras["warp"], *extras["track"], *extras["ray"]])) <= kept
     everything = names((ROOT / "requirements.txt").read_text())
     development = names("\n".join([*extras["label"], *extras["dev"]])) - {"clip-reward"}
     assert everything - kept == development
@@ -202,8 +203,9 @@ def test_a_wheel_is_the_library_and_its_data():
     assert all((ROOT / source).is_file() for source in wheel)
     code = {source: target for source, target in wheel.items() if target.endswith(".py")}
     library = SCRIPTS[:2]
-    assert code == {f"{name}.py": f"{name}/__init__.py" for name in library}
-    assert {target.partition("/")[0] for target in wheel.values()} == {*library}
+    packages = {f"{name}.py": f"{name}/__init__.py" for name in library}
+    assert code == packages | {"warp_render.py": "warp_render.py"}
+    assert {target.partition("/")[0] for target in wheel.values()} == {*library, "warp_render.py"}
     for source in (ROOT / "scenes").glob("*.png"):
         assert wheel[f"scenes/{source.name}"] == f"egl_render/scenes/{source.name}"
     assert "scripts" not in PROJECT["project"]
