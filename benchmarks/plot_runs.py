@@ -22,7 +22,7 @@ from scipy import stats
 from training.run import RESUME_MAY_CHANGE
 
 # where, how fast and until when, but not what is learned
-ELSEWHERE = RESUME_MAY_CHANGE | {"seed", "exp_name"}
+ELSEWHERE = RESUME_MAY_CHANGE | {"seed"}
 
 
 def read(run, scalar):

@@ -35,8 +35,6 @@ BOTH = """
 --seed -1                                   | seed
 --seed 1180591620717411303424               | seed
 --seed x                                    | --seed
---exp-name=                                 | exp_name
---exp-name {long_name}                      | exp_name
 --total-timesteps 0                         | total_timesteps
 --total-timesteps 1e6                       | --total-timesteps
 --num-envs 0                                | num_envs
@@ -230,7 +228,7 @@ def places(tmp_path_factory):
     eval_epic.datasets.save_dataset(data, top / "data.npz")
     return {
         **{"cut": cut, "broken": broken, "dangling": dangling, "folder": folder, "run": run_dir},
-        **{"long_name": "n" * 300, "huge": 10**12, "judges": top / "judges.py"},
+        **{"huge": 10**12, "judges": top / "judges.py"},
         **{"data": top / "data.npz", "readme": ROOT / "README.md", "long": LONG},
     }
 

@@ -380,7 +380,7 @@ def test_no_gl_library_is_one_line_and_exit_code_2(tmp_path):
     """
     process = run(
         *("-c", textwrap.dedent(script), *CLIP[sac], "--reward-devices", "cpu"),
-        *("--runs-dir", tmp_path),
+        *("--runs-dir", tmp_path, "--renderer", "egl"),
         code=2,
         MUJOCO_GL="disable",
     )

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from annotated_types import Interval, Len
+from annotated_types import Interval
 from PIL import Image
 from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
@@ -34,8 +34,6 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     """Flags of every run, after those of the reward and the pictures; the scripts' Args extend
     them."""
 
-    exp_name: Annotated[str, Len(1, 100)] = Path(sys.argv[0]).stem
-    """name of this experiment"""
     seed: Annotated[int, Interval(ge=0, lt=2**63)] = 1
     """seed of networks, environments, exploration and replay"""
     track: bool = False
@@ -238,7 +236,7 @@ class Run:
     """A run's folder, which only this process writes to, with its event file and checkpoints.
 
     Attributes:
-        folder: runs/<env>__<goal>__<exp>__<seed>__<time>/.
+        folder: runs/<env>__<goal>__<script>__<seed>__<time>/.
         step, rollout: environment steps and rollouts so far; the script counts them.
         stopped: the signal that asked for an end after this rollout, or 0.
     """
@@ -273,14 +271,14 @@ class Run:
         say(f"run folder {self.folder}", f"curves: tensorboard --logdir {args.runs_dir}")
 
     def _new_folder(self):
-        """Make runs/<env>__<goal>__<exp>__<seed>__<time>, with _2, .. behind it if that is taken.
-        The goal is a few words of the prompt, without those of the baseline."""
+        """Make runs/<env>__<goal>__<script>__<seed>__<time>, or if that is taken the same with _2,
+        .. behind it. The goal is a few words of the prompt, without those of the baseline."""
         args = self.args
         goal = (*args.target_prompt, *map(lambda x: Path(x).stem, args.target_image), "")[0]
         for words in args.baseline_prompt:
             goal = goal.removeprefix(words)
         goal = re.sub(r"\W+", "_", goal)[:40].strip("_") if args.reward == "clip" else args.reward
-        parts = args.env_id, goal, args.exp_name, args.seed, int(time.time())
+        parts = args.env_id, goal, Path(sys.argv[0]).stem, args.seed, int(time.time())
         name = "__".join(map(str, parts))
         for suffix in ("", *(f"_{i}" for i in range(2, 1000))):
             folder = Path(self.args.runs_dir) / re.sub(r"[^\w.-]", "_", name + suffix)
