@@ -49,16 +49,18 @@ repeat() { # N: the device, N times
 
 if [ "$DEVICE" = cpu ]; then
     echo "no GPU: small forms on the CPU, whose times say nothing about a GPU" | tee "$OUT/table.txt"
-    ARCH=ViT-B-32 SIZE=64 BATCHES="4 8" WORKERS=2 MANY=() PRECISIONS="fp32 fp16"
+    MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 MANY=() PRECISIONS="fp32 fp16" STATES=2
+    TESTS=(-k embeddings)
     small=(--num-envs 2 --episode-length 8 --gradient-steps 2 --rollouts 1 --states-per-worker 32)
     small+=(--clip-batch-size 8)
 else
-    ARCH=ViT-bigG-14 SIZE=480 BATCHES="64 128 256" WORKERS=4 PRECISIONS="fp32 fp16"
+    MODEL=$MODELS/ViT-bigG-14 SIZE=480 BATCHES="64 128 256" WORKERS=4 PRECISIONS="fp32 fp16" STATES=8
+    TESTS=()
     small=(--rollouts 3)
     MANY=() && for n in 2 4 8; do [ "$GPUS" -ge "$n" ] && MANY+=("$n"); done
     mapfile -t devices < <(seq -f 'cuda:%.0f' 0 $((GPUS - 1)))
 fi
-MODEL=(--clip-model "local-dir:$MODELS/$ARCH" --render-size "$SIZE")
+score=(--clip-model "local-dir:$MODEL" --render-size "$SIZE")
 one=(--reward-devices "$DEVICE")
 read -ra several <<<"$(repeat $WORKERS)"
 
@@ -66,7 +68,7 @@ read -ra several <<<"$(repeat $WORKERS)"
 pipeline devices 60 --measure draw --renderer egl --states-per-worker 64 "${small[@]}" \
     --reward-devices "${devices[@]:-cpu}"
 # 2. The tests of devices
-piece tests 180 -m pytest -q -p no:cacheprovider tests/test_devices.py
+piece tests 180 -m pytest -q -p no:cacheprovider tests/test_devices.py "${TESTS[@]}"
 # 3. Drawing alone
 for way in "egl full" "egl light" "warp full" "warp light"; do
     [ "$DEVICE $way" = "cpu egl full" ] && continue # half a minute, and nobody draws so
@@ -77,34 +79,34 @@ for way in "egl full" "egl light" "warp full" "warp light"; do
         --reward-devices "${several[@]}"
 done
 # 4. CLIP alone, of random weights, as large as the real one
-timeout 200 "$PYTHON" benchmarks/random_clip.py "$ARCH" "$MODELS/$ARCH"
+[ "$DEVICE" = cpu ] || timeout 200 "$PYTHON" benchmarks/random_clip.py "$(basename "$MODEL")" "$MODEL"
 read -ra batches <<<"$BATCHES"
-pipeline clip 120 --measure clip "${MODEL[@]}" --batches "${batches[@]}" "${one[@]}"
-pipeline clip_compiled 300 --measure clip "${MODEL[@]}" --compile --batches "${batches[@]:0:1}" "${one[@]}"
+pipeline clip 120 --measure clip "${score[@]}" --batches "${batches[@]}" "${one[@]}"
+pipeline clip_compiled 300 --measure clip "${score[@]}" --compile --batches "${batches[@]:0:1}" "${one[@]}"
 # 5. Drawing and CLIP without a learner
 for renderer in egl warp; do
-    pipeline "score_$renderer" 90 --measure score "${MODEL[@]}" "${small[@]}" "${one[@]}" \
+    pipeline "score_$renderer" 90 --measure score "${score[@]}" "${small[@]}" "${one[@]}" \
         --renderer "$renderer"
 done
 # 6. The whole run: plain, compiled
 for renderer in egl warp; do
-    pipeline "run_$renderer" 180 "${MODEL[@]}" "${small[@]}" "${one[@]}" --renderer "$renderer"
+    pipeline "run_$renderer" 180 "${score[@]}" "${small[@]}" "${one[@]}" --renderer "$renderer"
 done
-pipeline run_compiled 400 "${MODEL[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
+pipeline run_compiled 400 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
 piece updates 90 benchmarks/updates.py --device "$DEVICE" --rows plain --rounds 1 --json "$OUT/updates.json"
 # 7. The same states in every way and precision, as rewards
 read -ra precisions <<<"$PRECISIONS"
-piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$SIZE" --per-task 8 \
+piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$SIZE" --per-task "$STATES" \
     --precisions "${precisions[@]}" --out "$OUT/renderers.png" --json "$OUT/renderers.json"
 # 8. Three cameras
-pipeline cameras 180 "${MODEL[@]}" "${small[@]}" "${one[@]}" --camera-azimuth 120 180 240
+pipeline cameras 180 "${score[@]}" "${small[@]}" "${one[@]}" --camera-azimuth 120 180 240
 # 9. Through Ray, and with a simulated device: does everything hide behind CLIP?
-pipeline ray 120 "${MODEL[@]}" "${small[@]}" --reward-devices ray:1
+pipeline ray 120 "${score[@]}" "${small[@]}" --reward-devices ray:1
 pipeline overlap_egl 90 --scorer-ms 1.6 --draw-ms 1.5 --rollouts 2
 pipeline overlap_warp 90 --scorer-ms 1.6 --draw-ms 0.1 --rollouts 2
 # 10. More GPUs
 for n in "${MANY[@]}"; do
-    pipeline "gpus_$n" 120 "${MODEL[@]}" "${small[@]}" --reward-devices "${devices[@]:0:$n}"
+    pipeline "gpus_$n" 120 "${score[@]}" "${small[@]}" --reward-devices "${devices[@]:0:$n}"
 done
 
 "$PYTHON" - "$OUT" <<'END'
