@@ -68,6 +68,7 @@ def test_two_workers_give_the_rewards_of_one(device, states):
     np.testing.assert_array_equal(*rewards)
 
 
+@pytest.mark.slow
 @EACH
 def test_a_run_resumes_to_the_bit(device, tmp_path):
     """Where a GPU is, the networks learn there, and the policy acts on the CPU."""

@@ -90,10 +90,8 @@ def finite(state):
 @pytest.mark.parametrize(
     "script, kinds",
     [
-        ("dqn", ["rename", "kill", "cut"]),
-        ("sac", ["kill", "kill"]),
-        ("sac", ["environment", "workers", "start", "hup"]),
-        ("dqn", ["workers", "start", "full", "int"]),
+        ("sac", ["environment", "kill", "workers", "start", "hup"]),
+        ("dqn", ["rename", "kill", "cut", "full", "int"]),
     ],
     ids=str,
 )

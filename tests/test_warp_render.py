@@ -141,6 +141,7 @@ def test_auto_is_opengl_and_warp_where_there_is_none(monkeypatch):
         look()
 
 
+@pytest.mark.slow
 def test_workers_and_chunks_do_not_change_a_reward():
     args = sac.Args(
         target_prompt=("words",),
