@@ -95,7 +95,7 @@ def test_intervals_over_seeds_are_those_of_the_bootstrap():
     np.testing.assert_allclose([low, high], np.percentile(means, [2.5, 97.5], axis=0), atol=0.08)
 
 
-@pytest.mark.parametrize("arch", ["ViT-B-32", "RN50"])
+@pytest.mark.parametrize("arch", ["ViT-B-32", pytest.param("RN50", marks=pytest.mark.slow)])
 def test_a_random_model_is_loaded_like_any_other(arch, tmp_path):
     """Half precision on the disk; the architecture's own preprocessing; the same for one seed."""
     import open_clip

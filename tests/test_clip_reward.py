@@ -344,7 +344,12 @@ def test_weights_of_openai_get_their_activation_and_only_the_image_tower_is_roun
     assert {(p.device.type, p.dtype) for p in image} == {("meta", torch.bfloat16)}
 
 
-@pytest.mark.parametrize("arch", ["ViT-B-32", "RN50", "coca_base", "MobileCLIP-S1"])
+RARE = [
+    pytest.param(arch, marks=pytest.mark.slow) for arch in ("RN50", "coca_base", "MobileCLIP-S1")
+]
+
+
+@pytest.mark.parametrize("arch", ["ViT-B-32", *RARE])
 def test_weights_that_stay_in_their_file_are_those_that_open_clip_reads(arch, tmp_path):
     """Also of other kinds of models, in half precision."""
     folder = tmp_path / arch

@@ -75,6 +75,7 @@ def all_at_work(pool, folder, count):
     return score(pool, 20) and len(at_work(folder)) == count
 
 
+@pytest.mark.slow
 def test_lost_actors_change_no_reward(cluster, tmp_path, capfd):
     """Ray starts killed ones again, any number in a rollout; one that is stopped is killed."""
     with slow_pool(["ray:2"], tmp_path, timeout=3) as pool:
@@ -105,6 +106,7 @@ def test_what_an_actor_raises_arrives(cluster):
     pool.close()
 
 
+@pytest.mark.slow
 def test_actors_that_the_cluster_has_no_room_for_end_no_run(cluster, tmp_path, monkeypatch):
     """They may come with nodes that are still to be started: that takes longer than to load."""
     with slow_pool(["ray:4"], tmp_path, timeout=2) as pool:
