@@ -1,20 +1,18 @@
-"""With `pytest -n 2` the tests of a file stay together, for what they share, and so do all that may
-start a Ray cluster, which others would find."""
+"""With `pytest -n 2` the tests of a file stay together, for what they share. A test that starts a
+Ray cluster names it in RAY_ADDRESS, or its processes may find another test's."""
 
 import shutil
 
 import pytest
 
 PATIENCE = 180  # s: a busy machine needs a minute to start a browser
-RAY = "test_ray test_examples test_benchmarks test_containers".split()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
-        module = item.module.__name__
-        if module != "test_trust":  # minutes, and shares nothing
-            item.add_marker(pytest.mark.xdist_group("ray" if module in RAY else module))
+        if item.module.__name__ != "test_trust":  # minutes, and shares nothing
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 @pytest.fixture(scope="module")
