@@ -141,7 +141,7 @@ def check_args(args: Args) -> None:
         "--terminate gives the task away: use --reward ground-truth": args.terminate and clip,
         f"--camera-azimuth: {args.env_id} has no camera": args.camera_azimuth,
         f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
-        f"--learning-starts {args.learning_starts} is never reached": late,
+        f"--learning-starts {args.learning_starts} is beyond --total-timesteps": late,
     }
     for problem in filter(problems.get, problems):
         raise UsageError(problem)

@@ -147,7 +147,7 @@ def check_args(args: Args) -> None:
         "--entropy-coef 0 needs --no-autotune": args.autotune and not args.entropy_coef,
         f"--n-step {args.n_step} is longer than an episode": args.n_step > args.episode_length,
         f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
-        f"--learning-starts {args.learning_starts} is never reached": late,
+        f"--learning-starts {args.learning_starts} is beyond --total-timesteps": late,
         f"--judge: {args.env_id} has no states to judge": args.judge and no_state,
         f"--camera-azimuth: {args.env_id} has no camera": args.camera_azimuth and no_camera,
     }
