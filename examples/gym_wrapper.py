@@ -1,10 +1,10 @@
-"""CLIP's reward instead of an environment's own, for whatever trains on Gymnasium environments.
+"""CLIP's reward instead of an environment's own, for code that trains on Gymnasium environments.
 
-    python examples/gym_wrapper.py                  # CartPole, one and four at once, with tiny_clip
+    python examples/gym_wrapper.py           # CartPole with tiny_clip: one, then a vector of four
 
-The environment draws itself (`render_mode="rgb_array"`) and every step is scored at once: simple,
-and as slow as drawing and scoring one picture after the other. If rewards may come at the end of an
-episode, hand states to training.workers.Pool instead, as the scripts do.
+The environment draws itself (`render_mode="rgb_array"`) and every step is scored immediately:
+simple, but as slow as drawing and scoring picture by picture. If rewards may arrive at the end of
+an episode, hand states to training.workers.Pool instead, as the scripts do.
 """
 
 import sys
@@ -27,8 +27,8 @@ def check_drawn(env):
 
 
 class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
-    """Replace the reward of a step by CLIP's score of the picture after it. The environment's own
-    is info["env_reward"].
+    """Replace a step's reward with CLIP's score of the picture after it. The environment's own
+    reward is info["env_reward"].
 
     Args:
         env: with render_mode="rgb_array".
@@ -49,7 +49,7 @@ class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
 
 
 class CLIPRewardVectorWrapper(gym.vector.VectorWrapper):
-    """Do the same for a vector environment; all pictures of a step are scored at once.
+    """Do the same for a vector environment; all pictures of a step are scored in one batch.
 
     An environment that resets itself within the step that ends an episode would show the next
     episode's first picture, so its autoreset mode must be "next step" (the default) or off. The

@@ -31,9 +31,9 @@ class CLIPRewardFn:
     Args:
         reward: maps pictures [B, H, W, 3] uint8 to rewards [B], as CLIPReward does.
         renderer: draws states [B, S], as ClassicRenderer and MujocoRenderer do.
-        to_states: observations [B, ...] -> states [B, S]. imitation hands over observations, which
-            must contain all that a picture shows: CartPole's do, but the humanoid's leave out where
-            it is.
+        to_states: observations [B, ...] -> states [B, S]. imitation passes observations, which must
+            contain everything that a picture shows: CartPole's do, but the humanoid's leave out
+            where it is.
     """
 
     def __init__(self, reward, renderer, to_states=np.asarray):
@@ -45,7 +45,7 @@ class CLIPRewardFn:
 
 
 def make_env():
-    """Make a CartPole that goes on when the pole falls: imitation wants episodes of one length."""
+    """Make a CartPole that goes on when the pole falls: imitation wants equally long episodes."""
     return gym.wrappers.TimeLimit(CartPoleTask(gym.make("CartPole-v1").unwrapped), 200)
 
 

@@ -5,7 +5,7 @@
         --clip-model ViT-bigG-14/laion2b_s39b_b160k --render-size 480      # by a sentence, on a GPU
 
 No copy of sac_clip_humanoid.py is needed: it takes any task that Gymnasium knows, draws a MuJoCo
-task from its state, and imports the module in --env-id from its folder or PYTHONPATH.
+task from its state, and imports the module in --env-id from its own folder or PYTHONPATH.
 
 tiny_clip was trained on humanoids, carts and cars and knows no sentence about lamps. Offline the
 goal is therefore a picture, drawn here from the wanted pose: the reward of a state is the cosine

@@ -2,12 +2,12 @@
 
     python examples/new_reward.py        # four poses of the humanoid, scored by two such rewards
 
-A reward is a torch module that maps frames [B, H, W, 3] uint8 to [B] float32. What makes it is
-called once in every worker with the worker's device, and must be picklable: a class or a function
-of a module, with its settings bound by functools.partial. (With several cameras frames are [B, V,
-H, W, 3], and the reward has to reduce V; these two support one camera.) Two of them are here: the
-distance to a picture of the goal, pixel by pixel, and a small head on CLIP's embeddings, the form
-of aesthetic scores.
+A reward is a torch module that maps frames [B, H, W, 3] uint8 to [B] float32. Its factory is called
+once in every worker with the worker's device, and must be picklable: a class or function at the top
+level of a module, with its settings bound by functools.partial. (With several cameras frames are
+[B, V, H, W, 3], and the reward has to reduce V; these two support one camera.) The two here are the
+pixelwise distance to a picture of the goal, and a small head on CLIP's embeddings, as aesthetic
+scores use.
 
 To learn from one, copy a script and replace the line that makes its reward (docs/new_task.md):
 
@@ -32,7 +32,7 @@ import egl_render
 
 class GoalDistance(nn.Module):
     """1 minus the mean distance, per pixel and colour, to a picture [H, W, 3] uint8 of the goal,
-    both shrunk to 16 x 16, so that what is beside its goal is nearer to it than what is far off."""
+    both shrunk to 16 x 16, so that an object beside its goal scores more than one far from it."""
 
     def __init__(self, device, goal):
         super().__init__()
@@ -50,8 +50,8 @@ class GoalDistance(nn.Module):
 
 
 class LinearHead(nn.Module):
-    """A linear layer on CLIP's unit-norm embeddings, the form of most aesthetic scores: weights [D]
-    and a bias from a file of yours (here: some words against others, the simplest head)."""
+    """A linear layer on CLIP's unit-norm embeddings, as in most aesthetic scores: weights [D] and a
+    bias from a file of yours (here the simplest head: one text embedding minus another)."""
 
     def __init__(self, device, more, less, model="local-dir:tiny_clip"):
         super().__init__()

@@ -5,8 +5,8 @@
 
 `CLIPVecEnv` hands every state to the pool of workers, which draw and score while the episode is
 still being played, and returns reward 0. `CLIPRewards` takes all rewards at the end of the rollout
-and writes them over the zeros in the replay buffer, before the first update. Why not reward by
-reward, in `step_wait`? Every step would wait for a picture and for CLIP, with one state per
+and writes them over the zeros in the replay buffer, before the first update. Why not one step at a
+time, in `step_wait`? Every step would wait for a picture and for CLIP, in batches of one state per
 environment where CLIP wants dozens. Algorithms that learn from the rollout itself (PPO, A2C) have
 computed their advantages before a callback is called: they need the slow way, see gym_wrapper.py.
 """

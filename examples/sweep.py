@@ -1,4 +1,4 @@
-r"""Many runs on one Ray cluster: tasks x prompts x seeds, each with a GPU, or a share, of its own.
+r"""Many runs on one Ray cluster: tasks x prompts x seeds, each on a GPU or a fraction of one.
 
 Which sentence teaches CartPole, which MountainCar? 18 runs, offline, 15 minutes on two cores:
 
@@ -11,9 +11,9 @@ same place and share the folder of --out. Flags that are not the sweep's go to e
     python examples/sweep.py --tasks kneeling lotus splits --seeds 1 2 3 4 --gpus-per-run 0.5 \
         --out /shared/sweep --clip-precision bf16
 
-The folder --out gets TASK/PROMPT/SEED with the run and console.txt, and for every task curves
+--out gets a folder TASK/PROMPT/SEED with each run and its console.txt, and for each task the curves
 of its prompts (benchmarks/plot_runs.py). Ctrl-C ends every run with a checkpoint; the same command
-continues them and repeats those that failed. If a machine is lost, its runs continue elsewhere.
+resumes them and repeats those that failed. If a machine is lost, its runs continue elsewhere.
 """
 
 import itertools
@@ -57,7 +57,7 @@ class Args:
     prompts: tuple[str, ...] = ()
     """what to learn from (default: the task's prompts in TASKS)"""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """one run of every prompt for each"""
+    """one run of every prompt per seed"""
     gpus_per_run: float = 1
     """0.25: four runs share a GPU; ignored on a cluster without GPUs"""
     out: Path = Path("runs/sweep")
@@ -107,7 +107,7 @@ def main(args, flags):
         run_config=tune.RunConfig(
             name="tune",
             storage_path=str(out),
-            failure_config=tune.FailureConfig(max_failures=10),  # machines that are lost
+            failure_config=tune.FailureConfig(max_failures=10),  # lost machines
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     ).fit()

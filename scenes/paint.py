@@ -1,11 +1,11 @@
-"""Paints the pictures in this folder, and others like them for tiny_clip to learn from.
+"""Paint the pictures in this folder, and variations of them to train tiny_clip on.
 
-    python scenes/paint.py      # sky, stone, metal, mountain_0.5, mountain_0.45 and car, again
+    python scenes/paint.py      # repaint sky, stone, metal, mountain_0.5, mountain_0.45 and car
 
-egl_render.py shows the pictures and needs none of this. Any of them may be replaced by another of
-its shape: sky.png is MuJoCo's six skybox faces from top to bottom (right, left, up, down, front,
-back), stone.png and metal.png tile, car.png is CAR_SUPERSAMPLING times as large as it is shown, and
-a mountain fits Gymnasium's hill, with the flag where its name says.
+egl_render.py only loads the pictures. Any of them may be replaced by another of the same shape:
+sky.png is MuJoCo's six skybox faces from top to bottom (right, left, up, down, front, back),
+stone.png and metal.png tile, car.png is CAR_SUPERSAMPLING times as large as it is shown, and a
+mountain follows Gymnasium's hill, with the flag at the x in its name.
 """
 
 import sys
@@ -27,12 +27,12 @@ SPREADS = dict(tile=0.2, dark=0.2, sun_azimuth=0.9, sun_height=0.3, sun=0.2, amb
 
 
 def variation(rng, seed):
-    """What a scene is varied with -> (generator, around): around(value, spread) is `value` times
-    1 +- `spread`, number by number. Without a generator it is just `value`, of the canonical scene,
-    which is painted from `seed`."""
+    """Return (generator, around) to vary a scene with: around(value, spread) scales each number in
+    `value` by a random factor within 1 +- `spread`. With rng=None it returns `value` unchanged, for
+    the canonical scene, which is painted from `seed`."""
 
     def around(value, spread):
-        value = np.asarray(value, float)[()]  # of one number a scalar
+        value = np.asarray(value, float)[()]  # a single number becomes a scalar
         return value if rng is None else value * (1 + rng.uniform(-spread, spread, value.shape))
 
     return np.random.default_rng(seed) if rng is None else rng, around
@@ -69,11 +69,11 @@ def sample(image, line, column):
 
 
 def paint_look(rng=None):
-    """`egl_render.Scene` of a textured MuJoCo scene, all of it varied by `rng`, a
-    np.random.Generator (to train on), or the canonical one for None."""
+    """Paint a textured MuJoCo scene, an `egl_render.Scene`: varied by `rng`, a np.random.Generator
+    (to train on), or the canonical one for None."""
     rng, around = variation(rng, seed=7)
     haze = around(Scene.haze, 0.06)
-    # arguments are evaluated in this order, which is that of the random draws
+    # arguments are evaluated in this order, which fixes the order of the random draws
     return Scene(
         haze=haze,
         sky=sky_texture(rng, around(0.45, 0.6), haze, zenith=around((0.22, 0.43, 0.74), 0.15)),
@@ -125,13 +125,13 @@ def metal_texture(rng, tint, size=128):
 def sky_texture(rng, cover, haze, zenith, size=512):
     """[6 * size, size, 3] uint8: a cloudy sky over distant hills, as MuJoCo's six skybox faces
     (right, left, up, down, front, back), seamless because the colour is one function of the
-    direction. cover is the share of the sky under clouds, 0 to 1."""
+    direction. cover is the share of the sky covered by clouds, 0 to 1."""
     clouds = fractal_noise(rng, 512, 1.55, 2)
     ridge = 0.03 + 0.07 * np.interp(np.arange(0, 512, 0.25), np.arange(512), clouds[0], period=512)
     v, u = (np.mgrid[:size, :size] + 0.5) / size * 2 - 1
     one = np.ones_like(u)
     # Directions of each face's pixels, row 0 at the face's top, z up. MuJoCo shows the faces as if
-    # seen from outside, so this is the world in a mirror (y to -y).
+    # seen from outside, so this world is mirrored (y to -y).
     sides = (one, -u, -v), (-one, u, -v), (u, v, one), (u, -v, -one), (u, one, -v), (-u, -one, -v)
     pictures = []
     for x, y, z in sides:
@@ -156,18 +156,18 @@ def sky_texture(rng, cover, haze, zenith, size=512):
 
 
 def ellipse(x, y, center_x, center_y, radius_x, radius_y):
-    """Signed distance, about, in units of x; negative inside."""
+    """Approximate signed distance in units of x; negative inside."""
     radius = np.hypot((x - center_x) / radius_x, (y - center_y) / radius_y)
     return (radius - 1) * min(radius_x, radius_y)
 
 
 def inside(distance, pixels=2):
-    """0 to 1: how much of a pixel is inside, with so many pixels a unit of the signed distance."""
+    """How much of each pixel is inside, 0 to 1; `pixels`: pixels per unit of the distance."""
     return np.clip(0.5 - pixels * distance, 0, 1)
 
 
 def car_sprite():
-    """[H, W, 4] uint8: a red car from its side, facing right, CAR_SUPERSAMPLING times as large."""
+    """[H, W, 4] uint8: a red car from the side, facing right, enlarged CAR_SUPERSAMPLING times."""
     step = 1 / CAR_SUPERSAMPLING
     y, x = np.mgrid[0 : CAR_HEIGHT + 4 : step, 0 : CAR_WIDTH + 4 : step] - 2  # 2 px of margin
     y = CAR_HEIGHT - y  # upwards from the ground
@@ -273,7 +273,7 @@ def mountain_scene(rng=None, goal=0.5):
         shadow = np.maximum(shadow, blocker)
     light *= 1 - 0.75 * smoothstep(shadow - z, 0.0, 0.02)
 
-    down = 350 * near - 550 * z  # about the way along the surface, so that cliffs are not streaked
+    down = 350 * near - 550 * z  # roughly the distance along the surface: no streaks on cliffs
     grain = sample(fractal_noise(rng, 1024, 0.75, 20), down, place)
     patch = sample(fractal_noise(rng, 1024, 1.35, 6), down, place)
     strata = 0.5 + 0.5 * np.sin(70 * (z + 0.10 * x[:1] + 0.05 * patch))
@@ -290,7 +290,7 @@ def mountain_scene(rng=None, goal=0.5):
     ground = mix(ground, (0.95, 0.97, 1.0), snow)
     ground *= light[..., None] * np.array((1.05, 0.99, 0.90)) + np.array((0.30, 0.34, 0.42))
 
-    # Project: column by column, the nearest sample that reaches up to a pixel is what one sees
+    # Project: in each column, a pixel shows the nearest sample that reaches its height
     visible = np.maximum.accumulate(seen[::-1], 0)  # from the viewer to the crest
     for i in range(size):
         index = np.searchsorted(visible[:, i], height[:, i])
