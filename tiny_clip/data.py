@@ -3,7 +3,7 @@
     qpos, truth, weight = draw_states(np.random.default_rng(0), 600)   # [600, 24], [600, C] twice
     pictures, truth, weight, geometry = make_pictures([Job(seed=0, scene="varied", count=600)])
 
-No picture has one caption of its own. CONCEPTS are C things that can be said of a picture, each in
+No picture has a caption of its own. CONCEPTS are C things that can be said of a picture, each in
 several wordings, and `truth` says how true each is of each picture, from 0 to 1. Where geometry
 cannot tell (is this heap sitting?) `weight` is 0 and nothing is learned.
 The humanoid is described here and in poses.py, CartPole and MountainCar in classic.py.
@@ -74,16 +74,16 @@ def _half(*parts):
 
 
 def degrees(facts):
-    """Return how much of each of the paper's poses, and of lying, a state has, from
+    """Return how much of each of the paper's poses, and of lying, a state shows, from
     poses.describe(): dict of [B] in [0, 1].
 
-    Continuous in the state and rising on every way into the pose, because an agent in training
-    passes through every state on the way and has to be told which is nearer; but half of a pose
-    (one arm raised, one knee down, a lean) counts little, or the agent stays there.
+    Continuous in the state and rising along every path into the pose, because an agent in training
+    passes through all states on the path and has to be told which is nearer; but half of a pose
+    (one arm raised, one knee down, a lean) counts little, or the agent would stay there.
     """
     f = facts
     up = _ramp(f["up"], 0.7, 0.96) * _ramp(f["pelvis"], 0.55, 0.8) * _ramp(-f["off"], -0.35, -0.08)
-    # whose torso leans back sits on the small of its back: it has to be all upright
+    # a robot that leans back sits on the small of its back: only a fully upright one counts as 1
     seated = np.interp(f["up"], [0.4, 0.9, 0.98], [0, 0.8, 1]) * _ramp(-f["pelvis"], -0.45, -0.14)
     kneels, lotus, splits, feet, raised, hips, crossed = ([] for _ in range(7))
     for side in ("right", "left"):
@@ -93,12 +93,12 @@ def degrees(facts):
         feet.append(_ramp(-part["foot"], -0.15, -0.04))
         raised.append(np.interp(z, [-0.35, 0.1, 0.35], [0, 0.35, 1]))
         beside = abs(np.stack([x, y - 0.21, z + 0.36])) - [[0.09], [0.08], [0.09]]
-        beside = np.linalg.norm(beside.clip(0), axis=0)  # of the place of a hand on its hip
+        beside = np.linalg.norm(beside.clip(0), axis=0)  # distance from a hand's place on its hip
         hips.append(np.interp(beside, [0, 0.05, 0.1, 0.4], [1, 0.55, 0.25, 0]))
         across = np.interp(y, [0.02, 0.08, 0.16, 0.35], [1, 0.5, 0.25, 0])
-        before_chest = np.interp(z, [-0.4, -0.2, 0.05, 0.25], [0, 1, 1, 0])  # not before the face
+        before_chest = np.interp(z, [-0.4, -0.2, 0.05, 0.25], [0, 1, 1, 0])  # not before its face
         crossed.append(_half(across, _ramp(x, 0.0, 0.2), before_chest))
-        # the shin behind, the knees together: not those of the lotus position
+        # shin behind, knees together: unlike the lotus position
         behind = _ramp(part["knee_fwd"] - part["foot_fwd"], 0.0, 0.25)
         behind = behind * _ramp(-knee_out, -0.42, -0.28)
         kneels.append(np.interp(knee, [0.05, 0.1, 0.2, 0.42], [1, 0.65, 0.3, 0]) * behind)
@@ -107,7 +107,7 @@ def degrees(facts):
         lotus.append(_half(down, _ramp(knee_out, 0.05, 0.3), *folded))
         low = _ramp(-part["foot"], -0.4, -0.05), _ramp(-knee, -0.4, -0.06)
         splits.append(_half(_ramp(foot_out, 0.1, 0.68), *low))
-    passed = f["right_hand_y"] + f["left_hand_y"]  # each other, the hands
+    passed = f["right_hand_y"] + f["left_hand_y"]  # negative: the hands have passed each other
     crossed.append(np.interp(passed, [-0.05, 0.1, 0.3, 0.7], [1, 0.6, 0.3, 0]))
     lift, lying = abs(f["right_foot"] - f["left_foot"]), _ramp(-f["torso"], -0.6, -0.28)
     lying = lying * _ramp(-f["up"], -0.75, -0.3)
@@ -127,13 +127,13 @@ def degrees(facts):
     }
 
 
-SMOOTHING = 0.02  # of the targets in train.py, so that nothing is pushed further and further apart
+SMOOTHING = 0.02  # of the targets in train.py, so that nothing is pushed apart without end
 TASK_COLUMNS = [CONCEPTS.index(name) for name in poses.TASKS]
 
 
 def task_truth(found):
-    """Truth [B, 8] of the paper's poses, from what `degrees` found. The cosine that the loss asks
-    for is the logit of its target: with these it is linear in the degree."""
+    """Return truth [B, 8] of the paper's poses from the result of `degrees`. The loss pulls the
+    cosine to the logit of its target: with these targets it is linear in the degree."""
     degree, end = np.stack([found[name] for name in poses.TASKS], 1), np.log(1 / SMOOTHING - 1)
     target = 1 / (1 + np.exp(end * (1 - 2 * degree)))
     return (target - SMOOTHING) / (1 - 2 * SMOOTHING)
@@ -144,14 +144,13 @@ def _row(name):
     return np.array([row.get(concept, 0.0) for concept in CONCEPTS])
 
 
-GEOMETRY = 27  # what `geometry` finds
+GEOMETRY = 27  # columns of `geometry`
 
 
 def geometry(qpos):
     """Return what train.py predicts from a picture besides its captions, for states qpos [B, 24]:
-    the facts of poses.describe; for left and right the larger and the smaller, which a mirror does
-    not change.
-    [B, G] float64, lengths in m."""
+    the facts of poses.describe; of left and right the larger and the smaller value, which mirroring
+    does not change. [B, G] float64, lengths in m."""
     facts, columns = poses.describe(qpos), []
     for name, values in facts.items():
         side, _, part = name.partition("_")
@@ -164,7 +163,7 @@ def geometry(qpos):
 
 
 def _family(concepts):
-    """Weights [C]: of a picture's own concepts 1; others, easily told apart, count little."""
+    """Weights [C]: 1 for a picture's own concepts, little for others, which are easy to tell."""
     return np.array([1.0 if concept in concepts else 0.15 for concept in CONCEPTS])
 
 
@@ -178,7 +177,7 @@ def truth_of(names, qpos):
     weight = np.tile(_family(HUMANOID_CAPTIONS), (len(qpos), 1))
     sampled, truth[:, TASK_COLUMNS] = truth[:, TASK_COLUMNS], task_truth(d)
     truth[:, TASK_COLUMNS] = np.maximum(truth[:, TASK_COLUMNS], 0.95 * (sampled == 1))
-    # these are too various for a fixed row: what geometry says, where it can tell
+    # these vary too much for a fixed row: use geometry, where it can tell
     unnamed, falling, contorted = (names == kind for kind in ("various", "falling", "contorted"))
     various = unnamed | falling | contorted
     geometry = {concept: d[concept] for concept in ("lying", "lying_back", "lying_front")}
@@ -203,8 +202,8 @@ def truth_of(names, qpos):
 
 
 def _turned(qpos, rng, facing=0.6):
-    """States [B, 24] of which a share `facing` is turned to within 30 degrees of +x, where every
-    episode of Humanoid-v5 starts and where the paper's camera stands; and moved about the floor."""
+    """Turn a share `facing` of states [B, 24] to within 30 degrees of +x, the initial heading of
+    Humanoid-v5 and the side of the paper's camera; move all of them about the floor."""
     qpos = qpos.copy()
     for q in qpos:
         if rng.random() < facing:
@@ -214,8 +213,8 @@ def _turned(qpos, rng, facing=0.6):
 
 
 def _path_truth(start, goal, t, qpos):
-    """Truth along a blend: of start (1-t), of goal t, of the paper's poses by geometry. What
-    neither claims counts little."""
+    """Return (truth, weight) along a blend: 1 - t times start's truth plus t times goal's, but by
+    geometry for the paper's poses. Concepts other than these and "robot" count little."""
     (a, _), (b, _) = truth_of([start] * len(qpos), qpos), truth_of([goal] * len(qpos), qpos)
     truth = (1 - t[:, None]) * a + t[:, None] * b
     weight = np.tile(0.3 * _family(HUMANOID_CAPTIONS), (len(qpos), 1))
@@ -226,8 +225,8 @@ def _path_truth(start, goal, t, qpos):
 
 @functools.cache
 def policy_states(held_out=False):
-    """Load states of policies that earlier tiny_clips had taught, right or wrong: [B, 24] float64.
-    Every fifth episode is held out. README.md says where they are from."""
+    """Load states that policies visited while learning poses, right or wrong: [B, 24] float64.
+    Every fifth episode is held out. README.md says where they come from."""
     with np.load(HACKED) as file:
         return file["states"][(file["episode"] % 5 == 0) == held_out].astype(np.float64)
 
@@ -258,7 +257,7 @@ def draw_states(rng, count):
         start, goal = one_of(source["detour_starts"]), one_of(source["goals"])
         t, ends = np.sort(rng.uniform(0, 1, 4)), [poses.sample(x, rng)[0] for x in (start, goal)]
         qpos = _turned(poses.path(*ends, t), rng)
-        # squared: half way out of a heap on the floor hardly anything of the goal can be seen
+        # squared: half way out of a heap on the floor, hardly anything of the goal is visible
         parts.append((qpos, *_path_truth(start, goal, t**2, qpos)))
     halves = [
         *(poses.half(state_of("half_starts"), state_of("goals"), rng) for _ in range(todo["half"])),
@@ -318,8 +317,8 @@ def _camera(scene, rng):
 
 
 def draw_job(job):
-    """One job's pictures [count, 3, 64, 64] uint8; truth and weight [count, C], geometry [count, G]
-    float32, nan where there is no humanoid."""
+    """Draw one job: pictures [count, 3, 64, 64] uint8; truth, weight [count, C] and geometry
+    [count, G] float32, NaN where there is no humanoid."""
     draw = _draw_classic if job.scene in classic.SCENES else _draw_humanoid
     pictures, *known = draw(job, np.random.default_rng(job.seed))
     return pictures, *(column.astype(np.float32) for column in known)
@@ -329,14 +328,14 @@ def _draw_humanoid(job, rng):
     qpos, truth, weight = draw_states(rng, job.count)
     cameras = [_camera(job.scene, rng) for _ in range(job.count)]
     for q, camera in zip(qpos, cameras, strict=True):
-        if camera.track_body < 0:  # Gymnasium's own looks at the origin
+        if camera.track_body < 0:  # Gymnasium's looks at the origin
             q[:2] *= 0.1
     sizes = rng.choice(list(SIZES), job.count, p=list(SIZES.values()))
     sizes[: round(job.full * job.count)] = 480
     model = scene_model(job.scene, rng)
     states = np.pad(qpos, ((0, 0), (0, model.nv)))
     pictures = np.empty((job.count, 3, IMAGE_SIZE, IMAGE_SIZE), np.uint8)
-    for size in sorted(set(sizes), reverse=True):  # full first: light changes the model
+    for size in sorted(set(sizes), reverse=True):  # full first: light quality changes the model
         quality = "full" if size == 480 else "light"
         renderer = egl_render.MujocoRenderer(model, int(size), quality=quality)
         for i in np.flatnonzero(sizes == size):
@@ -359,15 +358,15 @@ def _draw_classic(job, rng):
 
 
 def shrink(frames):
-    """Frames [B, H, W, 3] to [B, 3, 64, 64], both uint8, as the model's preprocessing does it."""
+    """Resize frames [B, H, W, 3] to [B, 3, 64, 64], both uint8, as the model's preprocessing."""
     nchw = torch.from_numpy(frames).permute(0, 3, 1, 2)
     size = [IMAGE_SIZE, IMAGE_SIZE]
     return TF.resize(nchw, size, InterpolationMode.BICUBIC, antialias=True).numpy()
 
 
 def make_pictures(jobs, workers=2):
-    """All jobs' pictures [N, 3, 64, 64] uint8, truth, weight [N, C] and geometry [N, G] float32,
-    drawn in processes of their own."""
+    """Draw all jobs in `workers` processes: pictures [N, 3, 64, 64] uint8, truth, weight [N, C] and
+    geometry [N, G] float32."""
     with multiprocessing.get_context("spawn").Pool(workers, torch.set_num_threads, (1,)) as pool:
         parts = list(tqdm(pool.imap(draw_job, jobs), "scenes", len(jobs)))
     return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
@@ -382,8 +381,8 @@ def pose_columns(per_pose, seed):
 
 
 def facing_columns(per_pose):
-    """Return dataset columns of the pose library, headed within 30 degrees of +x, as every episode
-    begins, and of as many states of policies in hacked.npz."""
+    """Return dataset columns of the pose library, facing within 30 degrees of +x, as every episode
+    begins, and of as many held-out states of policies (hacked.npz)."""
     columns, rng = pose_columns(per_pose, seed=1), np.random.default_rng(1)
     for state in columns["states"]:
         poses.turn_to(state[:24], rng.uniform(-np.pi, np.pi) / 6)

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # isort: off
-from clip_reward import CLIPReward, UsageError, load_clip  # before torch: it bounds how it waits
+from clip_reward import CLIPReward, UsageError, load_clip  # before torch: it bounds spinning
 import egl_render
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ from tiny_clip import classic, data, poses
 # isort: on
 
 HERE = Path(__file__).resolve().parent
-# train.py uses 10 000 s + i of its seed s; from 2 000 000 to 2 000 002 and 5 000 000 to 5 000 003
-# decided which weights to keep, so no figure is taken from them any more
+# train.py uses 10 000 s + i for its seed s; those from 2 000 000 to 2 000 002 and from 5 000 000 to
+# 5 000 003 decided which weights to keep, so no figure comes from them
 SEED = 6_000_000
 PROMPTS = {name: data.CAPTIONS[name][0].format(data.SUBJECT)
            for name in (*poses.TASKS, "lying", "robot", "upright", "peak")}  # fmt: skip
@@ -40,8 +40,8 @@ CLASSIC_SCENES = [scene for scene in classic.SCENES if scene != "mountain_varied
 
 
 def make_judge(clip_model, device="cpu"):
-    """A function of frames [B, H, W, 3] uint8 that gives the plain reward (alpha 0) for every key
-    of PROMPTS and every sentence of UNSEEN, of one model: {prompt: [B] float64}."""
+    """Return a function that maps frames [B, H, W, 3] uint8 to a model's plain rewards (alpha 0):
+    {key of PROMPTS or sentence of UNSEEN: [B] float64}."""
     clip = load_clip(clip_model, device)
     sentences = PROMPTS | {sentence: sentence for sentence in UNSEEN.values()}
     rewards = {name: CLIPReward(clip, [sentence]) for name, sentence in sentences.items()}
@@ -56,9 +56,9 @@ def make_judge(clip_model, device="cpu"):
 
 
 def auc(scores, truth, weight):
-    """Area under the ROC curve of one concept's scores [B]: the chance that a state of which it is
-    true (truth [B] from 0.6) scores above one of which it is not (to 0.3). What lies between, and
-    where it is not known (weight [B] not 1), is left out. nan without one of the two."""
+    """Area under the ROC curve of one concept's scores [B]: the chance that a state where it is
+    true (truth [B] at least 0.6) scores above one where it is not (at most 0.3). States between
+    these, or unknown (weight [B] not 1), are left out. NaN if there are none of either kind."""
     known = (weight == 1) & ((truth >= 0.6) | (truth <= 0.3))
     return metrics.auc(scores[known], truth[known] >= 0.6)
 
@@ -68,8 +68,8 @@ def paper_camera(azimuth):
 
 
 def draw(qpos, scene="canonical", size=64, camera=egl_render.PAPER_CAMERA, quality="light"):
-    """Frames [B, size, size, 3] uint8 of positions [B, 24] at rest, in the "canonical" or "plain"
-    scene."""
+    """Draw positions [B, 24] at rest, in the "canonical" or "plain" scene -> frames [B, size, size,
+    3] uint8."""
     renderer = egl_render.MujocoRenderer(data.scene_model(scene, None), size, camera, quality)
     frames = renderer.render(np.pad(qpos, ((0, 0), (0, 23))))
     renderer.close()
@@ -77,22 +77,22 @@ def draw(qpos, scene="canonical", size=64, camera=egl_render.PAPER_CAMERA, quali
 
 
 def table(head, rows):
-    """A Markdown table; floats have three digits."""
+    """Return a Markdown table; floats have three decimals."""
     rows = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in [head, *rows]]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def pose_figures(judge, count, size):
-    """Measure how well each prompt tells its pose, by `count` samples of each and as many rollout
-    states as of three: (Markdown, promises not kept)."""
+    """Measure how well each prompt tells its pose from others, on `count` samples of each pose and
+    3 `count` rollout states: (Markdown, broken promises)."""
     rng = np.random.default_rng(SEED)
     samples = [poses.sample(name, rng, count) for name in poses.POSE_NAMES]
     rolled = poses.rollout_states(rng, 12)[:, :: max(1, 400 // count)].reshape(-1, 24)
     names = [*np.repeat(poses.POSE_NAMES, count), *["various"] * len(rolled)]
     qpos = np.concatenate([*samples, rolled])
     truth, weight = data.truth_of(names, qpos)
-    looks = {  # every so many states, and arguments of draw
+    looks = {  # n: every n-th state is drawn; arguments of draw
         f"textured, {size} px": (1, "canonical", size),
         f"plain, {size} px": (1, "plain", size),
         f"plain, default camera, {size} px": (1, "plain", size, data.environment_camera()),
@@ -107,7 +107,7 @@ def pose_figures(judge, count, size):
         return auc(scores[look][prompt], truth[some, column], weight[some, column])
 
     aucs = {c: {look: auc_of(c, c, look) for look in looks} for c in (*poses.TASKS, "lying")}
-    missed = [  # the promise is for the scene that a run shows unless told otherwise
+    missed = [  # only the scene that runs draw by default is promised
         f"AUC of {c}, {look}: {figure:.3f} < {MIN_AUC}"
         for c in PROMISED
         for look, figure in aucs[c].items()
@@ -124,7 +124,7 @@ def pose_figures(judge, count, size):
 
 
 def blend_figures(judge, blends, size):
-    """Measure how the reward rises on `blends` ways into each pose: (Markdown, broken promises)."""
+    """Measure how the reward rises on `blends` paths to each pose: (Markdown, broken promises)."""
     rng, t, ranks = np.random.default_rng(SEED + 1), np.linspace(0, 1, 11), {}
     for goal in poses.TASKS:
         if goal != "standing":
@@ -146,8 +146,8 @@ VIEWS = (120, 180, 240)
 
 
 def half_figures(judge, count, size):
-    """Measure what half of a pose is paid: states of policies that no training saw, `count` times
-    as many half poses and samples of all poses, seen as in `make train`: (Markdown, [])."""
+    """Measure the reward of half a pose on held-out states of policies, and on `count` samples and
+    2 `count` half poses of each task, seen as in `make train`: (Markdown, [])."""
     rng = np.random.default_rng(SEED + 2)
     samples = [poses.sample(name, rng, count) for name in poses.TASKS]
     halves = [
@@ -210,7 +210,7 @@ def main():
     parser.add_argument("--clip-model", default=f"local-dir:{HERE}", help="as in the scripts")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=40, help="states of each pose")
-    parser.add_argument("--size", type=int, default=64, help="pixels of the pictures")
+    parser.add_argument("--size", type=int, default=64, help="picture size in pixels")
     args = parser.parse_args()
     try:
         judge = make_judge(args.clip_model, args.device)

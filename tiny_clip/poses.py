@@ -1,13 +1,13 @@
-"""Poses of Gymnasium's humanoid: labelled states to train and test models of pictures with.
+"""Poses of Gymnasium's humanoid: labelled states to train and test image models with.
 
     qpos = sample("kneeling", np.random.default_rng(0), n=8)  # [8, 24] settled on the floor
     path = blend("splits", rng, np.linspace(0, 1, 6))         # [6, 24] from standing to the pose
     walk = rollout_states(rng, n_episodes=4)                  # [4, 100, 24] of random policies
     kneels = is_pose("kneeling", describe(qpos))              # [8] bool
 
-A pose is a few templates (poses.toml): joint angles in degrees as humanoid.xml names them, which
-every sample jitters, mirrors half of the time, puts on the floor and lets settle in MuJoCo with the
-joints held by springs. The body has no wrists and no ankles and narrow hips: legs split to 126
+A pose has a few templates (poses.toml), joint angles in degrees by their names in humanoid.xml. A
+sample is one of them, jittered, half of the time mirrored, put on the floor and settled in MuJoCo
+with the joints held by springs. The body has no wrists or ankles and narrow hips: legs split to 126
 degrees, lotus knees stay 12 to 18 cm above the floor, arms cross in front of the chest.
 """
 
@@ -27,7 +27,7 @@ POSE_NAMES = (*TASKS, "lying_back", "lying_front", "squatting", "sitting", "craw
 JOINTS = [f"abdomen_{axis}" for axis in "zyx"]  # and the legs, in the order of qpos[7:18]
 JOINTS += [f"{s}_{j}" for s in ("right", "left") for j in ("hip_x", "hip_z", "hip_y", "knee")]
 ARM_JITTER, BODY_JITTER = 7.0, 4.0  # standard deviations, degrees
-SETTLE_STEPS = 60  # of 4 ms: time to fall on both knees from one
+SETTLE_STEPS = 60  # of 4 ms: enough to fall from one knee onto both
 
 
 @functools.lru_cache(1)
@@ -74,14 +74,14 @@ def _bottoms(model, data):
 
 
 def _lean(model, data):
-    """The way [3] from the middle of the foot or feet it stands on to the centre of mass, in m."""
+    """Vector [3] from the middle of the foot or feet it stands on to the centre of mass, in m."""
     mass = model.body_mass / model.body_mass.sum()
     feet = data.geom_xpos[[model.geom("right_foot").id, model.geom("left_foot").id]]
     return mass @ data.xipos - feet[feet[:, 2] < feet[:, 2].min() + 0.1].mean(0)
 
 
 def put_down(qpos, height=0.0):
-    """qpos [24] with its lowest geom at that height over the floor (m); changes it in place."""
+    """Move qpos [24] in place to put its lowest geom `height` (m) above the floor; return it."""
     qpos[2] += height - _bottoms(*_at(qpos)).min()
     return qpos
 
@@ -164,7 +164,7 @@ def _face(qpos, yaw, shift):
 
 
 def turn_to(qpos, yaw):
-    """Turn qpos [24] in place until it heads for yaw (radians; 0 is +x); returns it."""
+    """Turn qpos [24] in place until it faces yaw (radians; 0 is +x); return it."""
     w, x, y, z = qpos[3:7]
     heading = np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
     qpos[3:7] = rotate(qpos[3:7], [0, 0, 1], yaw - heading)
@@ -185,7 +185,7 @@ def sample(name, rng, n=1):
 
 
 def path(start, goal, t):
-    """The way from one state [24] to another: qpos [K, 24] for t [K] in [0, 1].
+    """Interpolate from one state [24] to another: qpos [K, 24] for t [K] in [0, 1].
 
     Joint angles linear, torso orientation by slerp, the lowest geom on the floor; not settled.
     """
@@ -204,7 +204,7 @@ LIMBS = slice(10, 14), slice(14, 18), slice(18, 21), slice(21, 24)  # legs, arms
 
 
 def _leaning(qpos, rng, share, most):
-    """qpos [24] put down, a share of all after a turn of 0 to `most` degrees to any side."""
+    """Put qpos [24] down; with chance `share` first tilt it 0 to `most` degrees to any side."""
     if rng.random() < share:
         axis = [*rng.normal(size=2), 0]
         qpos[3:7] = rotate(qpos[3:7], axis, np.radians(rng.uniform(0, most)))
@@ -212,8 +212,8 @@ def _leaning(qpos, rng, share, most):
 
 
 def half(start, goal, rng):
-    """A state [24] between two others [24] in which each limb and the torso has gone as far as it
-    likes: one arm raised, one knee down, arms in front and not crossed. Every second one leans."""
+    """A state [24] between two others [24] in which the torso and each limb have gone a random part
+    of the way: one arm raised, one knee down, arms in front but not crossed. Half of them lean."""
     t = np.clip(rng.uniform(-0.6, 1.6, 5), 0, 1)
     qpos = path(start, goal, t[:1])[0]
     for limb, s in zip(LIMBS, t[1:]):
@@ -222,8 +222,8 @@ def half(start, goal, rng):
 
 
 def near(pose, rng):
-    """A state [24] beside another [24]: some limbs are turned by up to some 40 degrees in every
-    joint, the wrong way as often as the right one. The way of `half` leads past few of these."""
+    """A state [24] near another [24]: some limbs are turned by up to about 40 degrees in every
+    joint, as often the wrong way as the right one. `half` yields few of these."""
     qpos, ranges = pose.copy(), _world()[0].jnt_range[1:]
     for limb in LIMBS:
         if rng.random() < 0.5:
@@ -233,8 +233,8 @@ def near(pose, rng):
 
 
 def scattered(pose, rng):
-    """A state [24] of which every second limb is that of another [24] and the others are anywhere
-    that their joints reach: what `half` and `near` leave out, an agent finds."""
+    """A state [24] like another [24], but with half of the limbs, at random, anywhere their joints
+    reach: an agent finds what `half` and `near` leave out."""
     qpos, ranges = pose.copy(), np.vstack([np.zeros((7, 2)), _world()[0].jnt_range[1:]])
     for limb in LIMBS:
         if rng.random() < 0.5:
@@ -243,7 +243,7 @@ def scattered(pose, rng):
 
 
 def blend(goal_name, rng, t):
-    """`path` from a standing sample (t=0) into one of the goal pose (t=1), in one heading."""
+    """`path` from a standing sample (t=0) into one of the goal pose (t=1), same heading."""
     start, goal = _settled("standing", rng), _settled(goal_name, rng)
     yaw, shift = rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2)
     return path(_face(start, yaw, shift), _face(goal, yaw, shift), t)
@@ -252,8 +252,8 @@ def blend(goal_name, rng, t):
 def rollout_states(rng, n_episodes, length=100):
     """States of random policies in Humanoid-v5 without termination: qpos [n_episodes, length, 24].
 
-    Every second episode takes uniform actions from the environment's reset. The others take
-    temporally correlated actions of random strength, half of them from a pose of the library.
+    Every second episode starts at the environment's reset and takes uniform actions. The others
+    take temporally correlated ones of random strength, half of them starting from a library pose.
     """
     model, data = _world()
     low, high = model.actuator_ctrlrange.T
@@ -337,7 +337,7 @@ def within(limits, facts):
 
 
 def is_pose(name, facts):
-    """Whether states with these facts are a pose without any doubt: bool [B]."""
+    """Whether states with these facts are clearly in a pose: bool [B]."""
     good = within(CHECKS[name], facts)
     if name == "standing":
         good &= ~(is_pose("hands_on_hips", facts) | is_pose("arms_crossed", facts))

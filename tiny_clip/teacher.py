@@ -1,5 +1,5 @@
-"""Humanoid-v5 paid for a pose by geometry, without any picture: what a perfect CLIP would pay.
-States of what it learns are in hacked.npz. Where it learns and CLIP does not, CLIP is the limit.
+"""Humanoid-v5 rewarded for a pose by geometry, without pictures, as a perfect CLIP would do.
+States of such runs are in hacked.npz. Where they succeed and CLIP's fail, CLIP is the limit.
 
     python sac_clip_humanoid.py --env-id tiny_clip.teacher:HumanoidLotus-v0 --reward ground-truth \\
         --num-envs 8 --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 \\
@@ -14,7 +14,7 @@ from tiny_clip import data, poses
 
 
 class HumanoidPose(HumanoidEnv):
-    """Humanoid-v5 with the reward of `data.degrees`, 0 to 1, of the pose."""
+    """Humanoid-v5 whose reward is the pose's `data.degrees`, 0 to 1."""
 
     def __init__(self, pose, **kwargs):
         super().__init__(**kwargs)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 # Threads that wait for each other in a busy loop make everything five times slower when another
-# process wants the cores too; it must be said before torch is imported.
+# process wants the cores too; this must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -34,20 +34,20 @@ from tiny_clip import data
 HERE = Path(__file__).resolve().parent
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 MEAN, STD = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
-# Cosines are the reward, so they should use their range: the scale stays low, or the network could
+# Cosines are the reward, so they should span a wide range: with a large scale the network could
 # tell everything apart within a few hundredths.
 SCALE_RANGE = np.log([6.0, 12.0])
-REWORDINGS, CAPTIONS_PER_STEP = 30, 3  # drawn once of every caption; of every concept and step
-COSINE_WEIGHT = 10.0  # of the cosines' squared errors beside the cross entropy
-OVERPAID_WEIGHT = 4.0  # of those of them that are too high: an agent looks for these, and stays
-UNIFORMITY_WEIGHT = 0.05  # of pictures that are alike: what no caption says shall differ, too
-GEOMETRY_WEIGHT = 0.3  # of what the picture tells of hands, feet and knees
-EXACT_WEIGHT = 3.0  # of the first caption of each concept, which comes in every step
+REWORDINGS, CAPTIONS_PER_STEP = 30, 3  # per caption, drawn once; per concept and step
+COSINE_WEIGHT = 10.0  # of the cosines' squared errors, relative to the cross entropy
+OVERPAID_WEIGHT = 4.0  # factor on cosines that are too high: an agent seeks these out, and stays
+UNIFORMITY_WEIGHT = 0.05  # of the loss on similar pictures: they must differ beyond the captions
+GEOMETRY_WEIGHT = 0.3  # of predicting hands, feet and knees from the picture
+EXACT_WEIGHT = 3.0  # of the first caption of each concept, which is in every step
 PER_JOB = 600  # pictures; a varied scene changes from job to job
 
 
 def training_jobs(pictures, seed, shares):
-    """The pictures to draw, by the share of each of data.SCENES."""
+    """Return the jobs that draw the pictures, with a share for each of data.SCENES."""
     count = min(PER_JOB, pictures // 4)
     total = round(pictures / count)
     scenes = np.searchsorted(np.cumsum(shares[:-1]), (np.arange(total) + 0.5) / total)
@@ -58,8 +58,8 @@ def training_jobs(pictures, seed, shares):
 
 
 def caption_draws(seed, generator):
-    """Every concept's first caption and some of the others, reworded, anew without end: (tokens [P,
-    32], concept of each [P], weight of each [P])."""
+    """Yield captions for step after step, every concept's first one and some random rewordings:
+    (tokens [P, 32], concept of each [P], weight of each [P])."""
     rng = np.random.default_rng(seed)
     tokenizer = open_clip.SimpleTokenizer(context_length=32)
     exact = tokenizer([lines[0].format(data.SUBJECT) for lines in data.CAPTIONS.values()])
@@ -78,13 +78,13 @@ def caption_draws(seed, generator):
 
 
 def normalised(pictures):
-    """uint8 [B, 3, 64, 64] to what the image tower takes, channels last for speed on CPUs."""
+    """Turn uint8 [B, 3, 64, 64] into the image tower's input, channels last for speed on CPUs."""
     pictures = TF.normalize(pictures.float() / 255, MEAN, STD)
     return pictures.contiguous(memory_format=torch.channels_last)
 
 
 def augmented(pictures, generator):
-    """Mirrored, moved, zoomed, lightened, tinted: uint8 [B, 3, 64, 64] -> uint8."""
+    """Mirror, shift, zoom, and vary contrast, brightness, tint: uint8 [B, 3, 64, 64] -> uint8."""
     size = len(pictures)
 
     def uniform(low, high, *shape):
@@ -114,24 +114,24 @@ def loss_of(model, pictures, truth, weight, captions):
     texts = model.encode_text(tokens, normalize=True)
     cosine, scale, bias = images @ texts.T, model.logit_scale.exp(), model.logit_bias  # [B, P]
     target = truth[:, concepts]
-    target_weight = weight[:, concepts] * caption_weight * (1 + 2 * target)  # the true are few
+    target_weight = weight[:, concepts] * caption_weight * (1 + 2 * target)  # few are true
     smooth = data.SMOOTHING + (1 - 2 * data.SMOOTHING) * target
     loss = F.binary_cross_entropy_with_logits(
         scale * cosine + bias, smooth, target_weight, reduction="sum"
     )
     # The cross entropy is flat where a target is near 0 or 1, which is where an agent in training
-    # stays: 0.9 of a pose or all of it. So the cosine itself is held to its target, too.
+    # stays: 0.9 of a pose or all of it. So the cosine itself is pulled to its target, too.
     off = cosine - ((torch.logit(smooth) - bias) / scale).detach()
     off_weight = target_weight * torch.where(off > 0, OVERPAID_WEIGHT, 1.0)
     loss = loss + COSINE_WEIGHT * (off.square() * off_weight).sum()
-    # "a humanoid robot" is a baseline prompt: every picture shall be equally much of one
+    # "a humanoid robot" is a baseline prompt: every picture should have the same cosine with it
     uneven = 0.0
     for concept in map(data.CONCEPTS.index, data.BASELINES):
         own = truth[:, concept] == 1
         if own.sum() > 1:
             uneven = uneven + cosine[own, concept].var() * own.float().mean()
-    # An unknown scene's pictures all lie where nothing known is true, and there they have to be
-    # told apart as well, or no picture of it could be a goal (Wang and Isola 2020, equation 5).
+    # No caption is true of an unknown scene's pictures. These still have to be told apart, or none
+    # of them could be a goal (Wang and Isola 2020, equation 5).
     alike = torch.pdist(images).square().mul(-2).exp().mean().log()
     return loss / target_weight.sum() + uneven + UNIFORMITY_WEIGHT * alike
 
@@ -143,7 +143,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.62, 0.23, 0.15],
                         help=f"of the pictures in the scenes {', '.join(data.SCENES)}")  # fmt: skip
-    parser.add_argument("--init", type=Path, help="folder of a model to go on with")
+    parser.add_argument("--init", type=Path, help="folder of a model to continue from")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--workers", type=int, default=2, help="processes that draw")
@@ -169,8 +169,8 @@ def main():
         model, avg_fn=lambda old, new, n: old + (new - old) * max(0.005, 10 / (n + 10))
     )
     captions = caption_draws(args.seed, generator)
-    # Few pictures tell where on a hip a hand belongs, every one where the hands are: the features
-    # before the last layer have to say that too, by a linear map that is thrown away afterwards.
+    # Few pictures show where on a hip a hand belongs, but all show where the hands are: the last
+    # layer's input has to predict that too, by a linear map that is discarded afterwards.
     features = []
     model.visual.layer4.register_forward_hook(lambda *call: features.append(call[-1].flatten(1)))
     tokens, channels = model.visual.attnpool.positional_embedding.shape  # places and their mean
@@ -212,7 +212,7 @@ def main():
             if len(losses) % 50 == 0:
                 mean = np.mean(losses[-50:], 0)
                 say(f"step {len(losses)}/{steps} loss {mean[0]:.4f} geometry {mean[1]:.3f}")
-    # batch norm's statistics, over shuffled, plain pictures: the scenes' differ
+    # recompute batch norm's statistics on shuffled pictures without augmentation: scenes differ
     shuffled = torch.randperm(len(pictures), generator=generator)[: 60 * 256].split(256)
     update_bn((normalised(pictures[rows]) for rows in shuffled), average)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ def main():
         args.out / WEIGHTS,
         {"format": "pt"},
     )
-    (args.out / WEIGHTS).chmod(0o644)  # safetensors keeps files to their owner
+    (args.out / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read
     say(f"wrote {args.out}; its held-out figures: tiny_clip/evaluate.py")
 
 
