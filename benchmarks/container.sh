@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The Dockerfile without Docker, as root of a Debian with debootstrap and 10 GB in $TMPDIR:
+# Test the Dockerfile without Docker, as root on a Debian with debootstrap and 10 GB in $TMPDIR:
 #
 #     benchmarks/container.sh
 #
-# runs its own steps in a new root directory and prints what each takes and adds. Then the image's
-# user trains there without network: by itself, and as a job of a Ray head that is stopped by the
-# hook of kube/rayjob.yaml and, submitted once more, goes on. pip is configured as on this machine.
+# runs its steps in a new root directory and prints the time and space of each. Then the image's user
+# trains there without network: once directly, and as a job on a Ray head, which the hook of
+# kube/rayjob.yaml stops; submitted again, it resumes. pip is configured as on this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# = 0 ]; then # mounts and processes end with the inner call; only then is the folder removed

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The questions of the first half hour on a machine with GPUs, the most important ones first:
+# What to measure in the first half hour on a machine with GPUs, most important first:
 #
-#     benchmarks/gpu.sh [FOLDER]    # table.txt, results.json; of every piece .txt .json .err
+#     benchmarks/gpu.sh [FOLDER]    # writes table.txt, results.json; per piece .txt .json .err
 #
 # Without a GPU (or with DEVICE=cpu) the same pieces run in a small form. Every piece has a limit in
-# seconds, and so have all together (BUDGET); a piece that fails or takes too long is named in the
-# table, stops no other, and makes the exit code 1.
+# seconds, and so has the whole (BUDGET); a piece that fails or takes too long is named in the table
+# and makes the exit code 1, but does not stop the others.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -71,14 +71,14 @@ pipeline devices 60 --measure draw --renderer egl --states-per-worker 64 "${smal
 piece tests 180 -m pytest -q -p no:cacheprovider tests/test_devices.py "${TESTS[@]}"
 # 3. Drawing alone
 for way in "egl full" "egl light" "warp full" "warp light"; do
-    [ "$DEVICE $way" = "cpu egl full" ] && continue # half a minute, and nobody draws so
+    [ "$DEVICE $way" = "cpu egl full" ] && continue # half a minute, and nobody uses it
     read -r renderer quality <<<"$way"
     draw=(--measure draw --render-size "$SIZE" --renderer "$renderer" --render-quality "$quality")
     pipeline "draw_${renderer}_$quality" 40 "${draw[@]}" "${small[@]}" "${one[@]}"
     pipeline "draw_${renderer}_${quality}_by_$WORKERS" 60 "${draw[@]}" "${small[@]}" \
         --reward-devices "${several[@]}"
 done
-# 4. CLIP alone, of random weights, as large as the real one
+# 4. CLIP alone, with random weights, as large as the real one
 [ "$DEVICE" = cpu ] || timeout 200 "$PYTHON" benchmarks/random_clip.py "$(basename "$MODEL")" "$MODEL"
 read -ra batches <<<"$BATCHES"
 pipeline clip 120 --measure clip "${score[@]}" --batches "${batches[@]}" "${one[@]}"

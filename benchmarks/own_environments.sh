@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What needs virtual environments of its own: the example for imitation, and the wheel on every Python
-# that is here. Downloads about ten gigabytes.
+# Test what needs its own virtual environments: the imitation example, and the wheel on each supported
+# Python that is installed. Downloads about ten gigabytes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)

@@ -43,9 +43,9 @@ def episode(folder, moments, size):
 
 
 def film(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path):
-    """Film learned policies side by side, each above its sentence, as one animated picture. Of each
-    run best.pt is played for one episode, without exploration, from a start that training never
-    had: the first one, whatever comes of it. All episodes take the same time in the film.
+    """Film learned policies side by side, each above its sentence, as one animated picture. Each
+    run's best.pt plays one episode, without exploration, from a start that training never saw: the
+    first one, whatever comes of it. All episodes take the same time in the film.
 
     Args:
         runs: folders of runs.

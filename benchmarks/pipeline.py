@@ -1,4 +1,4 @@
-r"""Where the time of a training run goes, and how fast CLIP and the drawing are, each alone.
+r"""Measure where the time of a training run goes, and how fast CLIP and drawing are on their own.
 
 Runs the training script for a few rollouts, as a user would, and reads its event file:
 
@@ -11,9 +11,9 @@ CLIP alone and drawing alone, on a GPU and without real weights:
     python benchmarks/pipeline.py --clip-model local-dir:/tmp/ViT-L-14 --render-size 480 \
         --measure clip draw run --batches 64 128 256
 
-Does everything else hide behind CLIP? Devices that compute 1.6 ms per frame (ViT-bigG-14 on one
-H200) while the next frames are drawn (1.5 ms: OpenGL at 480 px; 0.1: MuJoCo Warp), first one alone,
-then all in a run with one update per rollout:
+Does everything else hide behind CLIP? Simulated devices compute 1.6 ms per frame (ViT-bigG-14 on
+one H200) while the next frames are drawn (1.5 ms: OpenGL at 480 px; 0.1: MuJoCo Warp): first one
+alone, then all in a run with one update per rollout:
 
     python benchmarks/pipeline.py --scorer-ms 1.6 --draw-ms 1.5 --json overlap.json
     python benchmarks/pipeline.py --scorer-ms 16 --reward-devices cpu cpu cpu cpu     # or ray:4
@@ -61,11 +61,11 @@ class Args:
     """clip: CLIP alone; draw: the workers without CLIP; score: the workers without a learner; run:
     the whole script"""
     batches: tuple[int, ...] = ()
-    """batch sizes for CLIP alone, up to the first without enough memory; default: the script's"""
+    """batch sizes for CLIP alone, up to the first that runs out of memory; default: the script's"""
     scorer_ms: float = 0.0
-    """measure workers whose device computes so long per frame: one alone, then all in a run"""
+    """simulate devices that compute this long per frame: one alone, then all in a run"""
     draw_ms: float = 0.0
-    """with --scorer-ms: drawing takes so long per frame, while the device computes"""
+    """with --scorer-ms: drawing takes this long per frame, while the device computes"""
     env_id: str = "Humanoid-v5"
     """the task"""
     states_per_worker: int = 800
@@ -96,7 +96,7 @@ class Blank:
 
 
 class Later:
-    """Rewards of 0 that a device has computed at the time `ready`."""
+    """Rewards of 0 that a device will have computed at time `ready`."""
 
     def __init__(self, count, ready):
         self.count, self.ready = count, ready
@@ -110,8 +110,8 @@ class Later:
 
 
 class Sleeper(torch.nn.Module):
-    """A reward of `ms` milliseconds per frame. As a GPU does, it returns at once and computes one
-    batch after the other."""
+    """A reward that takes `ms` milliseconds per frame. Like a GPU, it returns at once and computes
+    batches one after another."""
 
     def __init__(self, device, ms=0.0):
         super().__init__()
@@ -123,8 +123,8 @@ class Sleeper(torch.nn.Module):
 
 
 def run_asleep(scorer_ms, draw_ms):
-    """Run the script named on the command line with workers that sleep. torch's "meta" plays the
-    GPU: a device that is not the CPU."""
+    """Run the script named on the command line with workers that sleep. torch's "meta" stands in
+    for the GPU: a device that is not the CPU."""
     pool = training.workers.Pool
     setup = functools.partial(Blank, ms=draw_ms), functools.partial(Sleeper, ms=scorer_ms)
 
@@ -246,7 +246,7 @@ def main():
         if alone:
             share = result["stages"]["end to end"]["steps/s"] / alone
             keep(end_to_end_of_alone=share)
-            print(f"end to end is {share:.3f} of {alone:.4g} frames/s, all scorers alone")
+            print(f"end to end is {share:.3f} of all scorers alone ({alone:.4g} frames/s)")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@ r"""Draw one scalar of several runs against environment steps, and print how eac
     python benchmarks/plot_runs.py runs/HalfCheetah* --scalar charts/episodic_return \
         --last 10 --out docs/halfcheetah.png
 
-Runs that differ in nothing but their seed form a group: a thick line is a group's mean, the band
-its 95 % bootstrap interval over seeds (of three seeds that is their range), thin lines are its
-runs. A group's name is what differs between groups (a prompt, an alpha, any flag).
+Runs that differ only in their seed form a group: the thick line is its mean, the band its 95 %
+bootstrap interval over seeds (with three seeds: their range), thin lines are its runs. A group is
+named by what differs between groups (a prompt, an alpha, any flag).
 """
 
 import json
@@ -36,7 +36,7 @@ def read(run, scalar):
 
 
 def groups_of(runs):
-    """Group runs that differ in nothing but their seed -> {what differs from other groups: runs}"""
+    """Group runs that differ only in their seed -> {what differs from other groups: runs}"""
     flags = {run: json.loads((run / "args.json").read_text()) for run in runs}
     shared = set.intersection(*map(set, flags.values())) - ELSEWHERE
     differ = [x for x in sorted(shared) if len({json.dumps(f[x]) for f in flags.values()}) > 1]

@@ -1,4 +1,4 @@
-"""Write a folder with a CLIP of random weights, for `--clip-model local-dir:FOLDER`.
+"""Write a randomly initialised CLIP to a folder, for `--clip-model local-dir:FOLDER`.
 
     python benchmarks/random_clip.py ViT-L-14 /tmp/ViT-L-14
 
@@ -22,14 +22,14 @@ def main(arch: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path]) ->
 
     Args:
         arch: an architecture of open_clip.list_models()
-        folder: where to write, made if it is missing
+        folder: where to write, created if missing
     """
     if arch not in open_clip.list_models():
         sys.exit(f"error: {arch} is not in open_clip.list_models()")
     config = open_clip.get_model_config(arch)
     text = config.get("text_cfg", {})
     if "hf_model_name" in text or text.get("hf_tokenizer_name"):
-        sys.exit(f"error: the words of {arch} need a download from Hugging Face")
+        sys.exit(f"error: the text tower of {arch} needs a download from Hugging Face")
     tags = open_clip.list_pretrained_tags_by_model(arch)
     pretrained = open_clip.get_pretrained_cfg(arch, tags[0]) if tags else {}
     config |= {"quick_gelu": True} if pretrained.get("quick_gelu") else {}

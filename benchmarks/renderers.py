@@ -1,11 +1,11 @@
-r"""The same states drawn and scored in every way this machine has: pictures, rewards, CPU time.
+r"""Draw and score the same states in every way this machine can: pictures, rewards, CPU time.
 
     python benchmarks/renderers.py --out docs/renderers.png            # tiny_clip on this CPU
     python benchmarks/renderers.py --device cuda:0 --render-size 480 --clip-model ViT-L-14/openai
 
-Each way has a process of its own, because OpenGL is bound to one device by the environment. A
-reward's EPIC distance and largest difference are those to the first way, in float32. Times are CPU
-time per frame of the drawing process, medians of five.
+Each way has its own process, because environment variables bind OpenGL to one device. EPIC distance
+and largest difference of rewards are to those of the first way, in the first precision. Times are
+CPU time per frame of the drawing process, medians of five.
 """
 
 import json
@@ -30,7 +30,7 @@ from evaluation import figures, metrics
 from warp_render import WarpRenderer
 
 MESA = {"__EGL_VENDOR_LIBRARY_FILENAMES": "/usr/share/glvnd/egl_vendor.d/50_mesa.json"}
-WAYS = {  # renderer, quality, the environment's variables
+WAYS = {  # renderer, quality, environment variables
     "egl light": ("egl", "light", {}),
     "egl full": ("egl", "full", {}),
     "Mesa light": ("egl", "light", MESA),
@@ -69,7 +69,7 @@ def states_and_prompts(per_task):
 
 
 def draw(args, renderer, quality, variables):
-    """In a process of its own -> description, frames, CPU ms per frame, {precision: rewards}."""
+    """Runs in its own process -> description, frames, CPU ms per frame, {precision: rewards}."""
     os.environ.update(variables)
     device = "cpu" if variables else args.device
     egl_render.setup_gl(device)

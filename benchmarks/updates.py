@@ -1,12 +1,12 @@
-"""Updates per second of SAC and DQN: the scripts' own functions, with sampling from their replay.
+"""Measure updates per second of SAC and DQN: the scripts' functions, replay sampling included.
 
-    python benchmarks/updates.py                          # plain, and as with --compile
+    python benchmarks/updates.py                          # plain, and with --compile
     python benchmarks/updates.py --rows plain sb3         # pip install stable-baselines3
     python benchmarks/updates.py --device cuda --json updates.json
 
-Both with the scripts' networks. All rows are measured in turn, round after round in one process, so
-that other work on the machine affects them alike; numbers are medians over rounds, ratios to
-stable-baselines3 medians of each round's ratio.
+stable-baselines3 gets networks of the same size. All rows are measured in turn, round after
+round in one process, so that other work on the machine affects them alike; numbers are medians over
+rounds, and ratios to stable-baselines3 are medians of each round's ratio.
 """
 
 import functools
@@ -124,7 +124,7 @@ def main(
     """Measure, print and write.
 
     Args:
-        rows: plain: as by default; compiled: as with --compile, on CUDA one CUDA graph;
+        rows: plain: the default; compiled: with --compile, on CUDA as a CUDA graph;
             sb3: stable-baselines3's train()
         device: where the networks and the replay buffer are
         rounds: rounds of all rows in turn
