@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 GL_PACKAGES := libegl1 libgl1-mesa-dri libgles2
 DRAW := import egl_render; egl_render.setup_gl(); egl_render.gl_renderer()
-# as root, or as somebody who may; elsewhere it fails
+# as root, or with sudo without a password; otherwise it fails
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive apt-get -qq
 INSTALL := $(APT) update && $(APT) install -y --no-install-recommends >/dev/null
 
@@ -24,7 +24,7 @@ $(VENV)/.installed: requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q -r requirements.txt
 	@touch $@
 
-# The system's EGL: installed when it is missing and that is possible, else the command is printed.
+# Install the system's EGL if it is missing; where that is not possible, print the command.
 gl: $(VENV)/.installed
 	@$(PY) -c '$(DRAW)' 2>/dev/null || { \
 		echo "no OpenGL to draw with; installing $(GL_PACKAGES)"; \
@@ -40,10 +40,10 @@ browser:
 		$(INSTALL) chromium chromium-driver \
 			|| echo "that was not possible here: its tests will fail and say what to install"; }
 
-# Seven minutes on two cores once everything is installed. The paper's method but for: 24
-# times its updates per step, layer norm in the critics to bear them, normalised observations, 3-step
-# returns, and three cameras, the paper's and one 60 degrees to either side: from one the robot may
-# hide its knees. With a GPU and the real CLIP see the README.
+# Seven minutes on two cores once everything is installed. The paper's method except for: 24
+# times its updates per step, layer norm in the critics to allow that, normalised observations, 3-step
+# returns, and three cameras, the paper's and one 60 degrees to either side: from a single one the
+# robot can hide its knees. With a GPU and the real CLIP see the README.
 # One thread: with two an update of 128 transitions takes 1.6 times as long (docs/speed.md).
 train: $(VENV)/.installed
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); export OMP_NUM_THREADS=1; \
@@ -61,7 +61,7 @@ test: setup browser
 test-all: test
 	$(PY) -m pytest -n 2 --dist loadgroup -m slow
 
-# of the files at the top, evaluation/ and training/, their processes counted
+# of the top-level files, evaluation/ and training/, with their subprocesses
 coverage: setup browser
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest -n 2 --dist loadgroup
@@ -76,10 +76,10 @@ lint: setup
 tensorboard: setup
 	$(PY) -m tensorboard.main --logdir runs
 
-# Train the embedded CLIP again (270 minutes on two cores) and measure it. The second command
-# goes on with more pictures of the plain scene, which had come too short; the third with CartPole
-# and MountainCar; the fourth with half poses, states of policies and cameras from all sides;
-# the others with near misses, limbs anywhere and ever more of what policies found.
+# Retrain the embedded CLIP (270 minutes on two cores) and measure it. The second command continues
+# with more pictures of the plain scene, of which there had been too few; the third adds CartPole and
+# MountainCar; the fourth half poses, states of policies and cameras from all sides; the others near
+# misses, limbs anywhere and ever more of what policies found.
 MORE = $(PY) tiny_clip/train.py --init tiny_clip --epochs 4 \
 	--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
 tiny_clip: setup
