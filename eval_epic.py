@@ -3,14 +3,14 @@ r"""How good is the reward, how good is the policy? Look before you train, and a
     python eval_epic.py landscape --clip-model RN50/openai ViT-bigG-14/laion2b_s39b_b160k
     python eval_epic.py prompts --task kneeling --clip-model ViT-L-14/openai
 
-States as one file: of a run's checkpoints, of a classic task's state space, of the pose library:
+States in one file: from a run's checkpoints, a classic task's state space, or the pose library:
 
     python eval_epic.py collect --source run --run runs/RUN --episodes 5 --out data/kneeling.npz
     python eval_epic.py collect --source uniform --env-id CartPole-v1 --out data/cartpole.npz
     python eval_epic.py collect --source poses --render-size 96 --out data/poses.npz
 
 EPIC distance (arXiv 2006.13900) of reward models to labels, pictures of what a judge accepts and
-rejects, and a page on which a person labels by key presses; results go to data/kneeling/:
+rejects, and a page for labelling by key press; results go to data/kneeling/:
 
     python eval_epic.py epic --dataset data/kneeling.npz --judge kneeling \
         --clip-model RN50/openai ViT-L-14/openai ViT-bigG-14/laion2b_s39b_b160k
@@ -64,7 +64,7 @@ egl_render.setup_gl()  # before an environment or a judge imports mujoco
 
 @dataclass
 class Pictures(egl_render.RenderArgs):
-    """How states are drawn; what is not given is as the run had it, or as for training."""
+    """How states are drawn; the defaults are the run's own flags, or those of training."""
 
     render_size: Annotated[int | None, Interval(ge=16, le=8192)] = None
     render_quality: Literal["auto", "full", "light"] | None = None
@@ -92,9 +92,9 @@ class Collect(Own):
     run: RunFolder | None = None
     """--source run: the run's folder, a folder with one run in it, or latest"""
     checkpoints: tuple[str, ...] = ("all",)
-    """--source run: "all", or some of "best" and numbers of steps"""
+    """--source run: "all", or any of "best" and step numbers"""
     episodes: Few = 5
-    """--source run: episodes of each checkpoint"""
+    """--source run: episodes per checkpoint"""
     every: PositiveInt = 1
     """--source run: keep every `every`-th step"""
     explore: bool = False
@@ -107,12 +107,12 @@ class Collect(Own):
     per_pose: Few = 40
     """--source poses: samples of each pose"""
     seed: NonNegativeInt = 0
-    """seed of all that is random"""
+    """seed of everything random"""
 
     def __call__(self):
         made = {name: x for name, x in vars(self).items() if name not in ("out", "render")}
         if self.out.suffix != ".npz" or self.out.exists():
-            raise UsageError(f"--out {self.out} exists already or is no .npz; choose another name")
+            raise UsageError(f"--out {self.out} exists already or is not .npz; choose another name")
         if self.source == "run":
             if self.run is None:
                 raise UsageError("--source run needs --run RUN_DIR")
@@ -142,13 +142,13 @@ class OnDataset(Own):
     dataset: Path
     """a file made by collect"""
     judge: str | None = None
-    """a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: what the dataset or
-    run is about"""
+    """a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task of the
+    dataset or run"""
     labels: str = "judge"
-    """what is good: judge, or a CSV file of a person's labels"""
+    """what decides which states are good: judge, or a CSV file of a person's labels"""
 
     def load(self, judged=True):
-        """Return the dataset and its judges.Task, or where nothing is judged perhaps None."""
+        """Return the dataset and its judges.Task (may be None if nothing is judged)."""
         data = datasets.load_dataset(self.dataset, self)
         if judged:
             return data, task_of(self.judge, data.args, data.path)
@@ -170,13 +170,13 @@ class Epic(OnDataset):
 class Prompts(OnDataset):
     """Which prompt, which alpha, which camera? AUC and EPIC distance of every combination on
     labelled states, and the command to train with the best. Cameras: each --camera-azimuth alone,
-    in pairs, and all together (default: 180 120 240 for the humanoid, or a dataset's)."""
+    in pairs, and all together (default: 180 120 240 for the humanoid, or the dataset's)."""
 
     dataset: Path | None = None
     """a file made by collect"""
     task: Literal[tuple(judges.TASKS)] | None = None
     """one of the paper's tasks. Without --dataset its states are the pose library and states of
-    policies that got a reward for half of a pose (a classic task: its state space)"""
+    policies that were rewarded for half a pose (a classic task: its state space)"""
     per_pose: Few = 40
     """samples of each pose, without --dataset"""
     reward: PromptRewards = field(default_factory=PromptRewards)
@@ -200,7 +200,7 @@ class Prompts(OnDataset):
                 columns = datasets.uniform_columns(args.env_id, 15 * self.per_pose, seed=0)
             data = datasets.Dataset(args, {"source": "prompts"}, **columns)
         else:
-            raise UsageError("say which --task of the paper, or a --dataset with its --judge")
+            raise UsageError("name a --task of the paper, or a --dataset with its --judge")
         self.render.apply(data.args)
         if data.args.env_id in classic.CLASSIC_STATE_SIZES and data.args.camera_azimuth:
             raise UsageError(f"--camera-azimuth: {data.args.env_id} has no camera")
@@ -209,7 +209,7 @@ class Prompts(OnDataset):
 
 @dataclass
 class Sheet(OnDataset):
-    """Pictures of a dataset, and of states that are good (green frames) and not (red), by all tasks
+    """Pictures of a dataset, and of its good states (green frames) and others (red), by all tasks
     of its environment or by --judge or --labels, in a new folder sheets beside it."""
 
     def __call__(self):
@@ -234,7 +234,7 @@ class Success(OnDataset):
     compare: RunFolder | None = None
     """folder of another run to compare with, such as one with --reward ground-truth"""
     episodes: Few = 100
-    """episodes, without exploration, from starts that training never had"""
+    """episodes, without exploration, from starts that training never saw"""
     videos: NonNegativeInt = 16
     """episodes in the video, seen by the run's first camera; the first ten are in the contact
     sheet. 0: neither"""
@@ -314,7 +314,7 @@ if __name__ == "__main__":
             config=(tyro.conf.OmitArgPrefixes,),
         )
         command()
-    except BrokenPipeError:  # nobody reads its help any more, `| head -1`
+    except BrokenPipeError:  # the reader of the help has gone: `| head -1`
         pass
     except (UsageError, OSError) as error:  # of a file: its name and what is wrong with it
         print(f"error: {error}", file=sys.stderr)
@@ -324,4 +324,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        say(end="")  # flushes, without an error if nobody reads
+        say(end="")  # flushes, without an error if stdout is closed

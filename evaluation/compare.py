@@ -109,8 +109,8 @@ def prompts(data, task, labels, reward, out, judge=None):
         frames = scorer.render(data.states[rows[shown]], 120)
     words = (f"{x:.3f}" for x in best["rewards"][shown])
     figures.write_sheet(out / "states.png", map(figures.framed, frames, words, good[shown]))
-    say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png (by the best of them, ten")
-    say("states each: highest rewards, highest of those not good, lowest of those that are)")
+    say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png (by the best row, ten states")
+    say("each: highest rewards, highest of those not good, lowest of the good)")
     found = {"target_prompt": best["prompt"], "reward_alpha": best["reward_alpha"]}
     found |= {"clip_model": best["model"], "clip_precision": reward.clip_precision}
     found["baseline_prompt"] = models[0].baseline_prompt if best["reward_alpha"] else ()
@@ -121,8 +121,8 @@ def prompts(data, task, labels, reward, out, judge=None):
 
 
 def recipe(script, env_id):
-    """Return the flags of the command with a local model for this task that the script's docstring
-    has, as {name: value}; its defaults if there is none."""
+    """Return the flags, {name: value}, of the command in the script's docstring for this task with
+    a local model; the script's defaults if there is none."""
     lines = script.__doc__.replace("\\\n", " ")
     for command in re.findall(r"^    python \S+ (.*local-dir:.*)$", lines, re.M):
         args = tyro.cli(script.Args, args=shlex.split(command))
@@ -132,8 +132,8 @@ def recipe(script, env_id):
 
 
 def training_command(args, found):
-    """Return the command line that trains with the flags `found`, {name: value}, drawn as a script
-    does with `args`; with a local model by that script's recipe."""
+    """Return the command line that trains with the flags `found`, {name: value}, and draws as a
+    script does with `args`; with a local model the other flags are the script's `recipe`."""
     script, default = script_of(args), vars(type(args)(env_id=args.env_id))
     local = found["clip_model"].startswith("local-dir:")
     wanted = recipe(script, args.env_id) if local else default

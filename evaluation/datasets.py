@@ -1,6 +1,6 @@
 """A dataset: states, what is known of them, and what they were made from, in one .npz file.
 
-Pictures are not part of it: a picture is a function of a state, drawn when somebody looks. A
+Pictures are not part of it: a picture is a function of a state, drawn when it is needed. A
 person's labels and all results are in the folder of the same name, data/kneeling/.
 """
 
@@ -83,7 +83,7 @@ def load_dataset(path, own=None) -> Dataset:
     data.args = args_of(saved, path, own or Own())
     size = state_size(data.args, path)
     if size not in (None, states.shape[1]) or len({len(x) for x in columns.values()}) > 1:
-        raise UsageError(f"{path}: not [N, {size}] states of {data.args.env_id}, or columns differ")
+        raise UsageError(f"{path}: not [N, {size}] states of {data.args.env_id}, or uneven columns")
     return data
 
 
@@ -91,7 +91,7 @@ def play(args, paths, episodes, key, explore=False, every=1, made=()):
     """Play episodes of each checkpoint in `paths` and keep every `every`-th step -> Dataset.
 
     Args:
-        key: (seed, number of the use), from which the starts follow; training never has them.
+        key: (seed, number of the use), which determines the starts; training never uses them.
         made: what else to record about the dataset's origin.
     """
     parts, (seed, use) = [], key
@@ -107,10 +107,10 @@ def play(args, paths, episodes, key, explore=False, every=1, made=()):
 
 def uniform_columns(env_id, count, seed):
     """Draw states uniformly -> columns of a Dataset. CartPole: the track, all angles, velocities up
-    to 2 (no picture shows them); MountainCar: its observation space. Their own rewards are known
-    but for MountainCarContinuous, whose reward depends on the action."""
+    to 2 (no picture shows them); MountainCar: its observation space. Their own rewards are known,
+    except for MountainCarContinuous, whose reward depends on the action."""
     if env_id not in CLASSIC_STATE_SIZES:
-        raise UsageError(f"--env-id {env_id}: here are {', '.join(CLASSIC_STATE_SIZES)}")
+        raise UsageError(f"--env-id {env_id}: choose from {', '.join(CLASSIC_STATE_SIZES)}")
     high = [2.4, 2.0, np.pi, 2.0] if env_id == "CartPole-v1" else [0.6, 0.07]
     low = np.negative(high) if env_id == "CartPole-v1" else [-1.2, -0.07]
     states = np.random.default_rng(seed).uniform(low, high, (count, len(low)))
@@ -120,7 +120,7 @@ def uniform_columns(env_id, count, seed):
 
 
 def results_folder(path):
-    """Make a new folder: `path`, or where that exists already `path`_2, _3, .."""
+    """Make a new folder: `path`, or if that exists already `path`_2, _3, .."""
     folder, number = path, 1
     while folder.exists():
         number += 1
@@ -145,13 +145,13 @@ LABEL_COLUMNS = ["dataset", "unit", "index", "task", "label"]
 
 def label_rows(path):
     """Read a file of labels -> columns, rows {column: value}. Raises OSError, or UsageError if it
-    is no CSV with LABEL_COLUMNS."""
+    is not a CSV file with LABEL_COLUMNS."""
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file, restval="")
             columns, rows = reader.fieldnames or [], list(reader)
         if not set(LABEL_COLUMNS) <= set(columns):
-            raise ValueError(f"the columns are {','.join(LABEL_COLUMNS)}")
+            raise ValueError(f"the columns must include {','.join(LABEL_COLUMNS)}")
     except (ValueError, csv.Error) as error:
         raise UsageError(f"{path}: not labels: {error}") from error
     return columns, rows
@@ -180,7 +180,7 @@ def read_labels(path, dataset, task):
 
 def labels_of(source, dataset, task):
     """Return what `source` ("judge", "env", or a CSV file of a person's labels, which may be on
-    whole episodes) knows of each state: ([N] float64, NaN where nothing; {episode: bool})."""
+    whole episodes) says of each state: ([N] float64, NaN where nothing; {episode: bool})."""
     if source == "judge":
         return task.judge(dataset.states).astype(np.float64), {}
     if source == "env":

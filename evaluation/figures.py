@@ -45,8 +45,8 @@ def write_sheet(path, cells):
 
 
 def moment(episode, t):
-    """Frame an episode's picture at step t (later its last): the border is the verdict on the step,
-    the words below that on the whole episode."""
+    """Frame an episode's picture at step t (past its end: the last one): the border is the verdict
+    on the step, the words below are the verdict on the whole episode."""
     frames, steps, success = episode
     t, verdict = min(t, len(frames) - 1), "success" if success else "failure"
     known = np.isfinite(steps[t])  # NaN where only the whole episode has a verdict

@@ -51,8 +51,8 @@ def play_runs(chosen, episodes, judge, own):
 
 
 def judge_episodes(source, data, task, labels):
-    """Return a row {name, episode, good_steps, steps, success} for each episode that `labels` (of
-    `labels_of`) know anything of, and the verdicts [N] on states."""
+    """Return a row {name, episode, good_steps, steps, success} for each episode that `labels` (as
+    in `labels_of`) say anything about, and the verdicts [N] on states."""
     verdicts, answers = labels_of(labels, data, task)
     own_rule = bool(task.env_ids) and labels == "judge"  # not with your own judge or labels
     table = []

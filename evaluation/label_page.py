@@ -27,8 +27,8 @@ from training.run import say
 class Session:
     """The frames or episodes (`unit`) of a dataset to label, `count` or all, and the CSV file of
     answers. Their order is random and the same at every start: what is labelled so far is a fair
-    sample. Rows of the file on other datasets and tasks stay. Raises UsageError if the dataset has
-    no episodes, or the file is not one of labels."""
+    sample. Rows of the file on other datasets and tasks are kept. Raises UsageError if the dataset
+    has no episodes, or the file does not hold labels."""
 
     def __init__(self, dataset, task, unit="frame", path=None, count=None):
         self.dataset, self.task, self.unit, self.path = dataset, task, unit, Path(path)
@@ -58,7 +58,7 @@ class Session:
                 self.answers[index] = label
 
     def undo(self):
-        """Take back the last answer or skip, also of an earlier session."""
+        """Take back the last answer or skip, even one of an earlier session."""
         with self.lock:
             if self.answers:
                 self._save(last := [*self.answers][-1], None)
@@ -110,7 +110,7 @@ def make_page(gradio, session, drawing, scorer):
         if not todo:
             end = f"All {count} are labelled. You can close this page."
             return f"<h2 data-index=-1>{end}</h2>", words
-        now, *_ = [image(index) for index in todo[:2]]  # the next one while this is looked at
+        now, *_ = [image(index) for index in todo[:2]]  # draws the next one meanwhile
         return now.result(), words
 
     def press(label, index):
@@ -118,7 +118,7 @@ def make_page(gradio, session, drawing, scorer):
         return view()
 
     task = session.task
-    rule = f" Yes, if that holds {task.episode_rule}." if session.unit == "episode" else ""
+    rule = f" Yes if that holds {task.episode_rule}." if session.unit == "episode" else ""
     question = f"### Does the {session.unit} show this: {task.name}?\n{task.criterion}{rule}"
     with gradio.Blocks(title=task.name) as page:
         shown = gradio.Number(visible=False)  # what the person sees, filled in by the browser
@@ -155,7 +155,7 @@ def serve(session):
     with ThreadPoolExecutor(1) as drawing:  # a GL context belongs to one thread
         pictures = drawing.submit(make_scorer, dataset.args).result()
         page = make_page(gradio, session, drawing, pictures)
-        # show_error: of an answer that could not be saved
+        # show_error: if an answer could not be saved
         page.launch(prevent_thread_lock=True, show_error=True, **options)
         say(f"open {page.local_url} and answer by key; Ctrl-C ends")
         try:

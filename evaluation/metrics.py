@@ -7,7 +7,7 @@ import numpy as np
 
 
 def pearson(x, y):
-    """Return the correlation of x [N] and y [N]; NaN if one is constant but for rounding."""
+    """Return the correlation of x [N] and y [N]; NaN if one is constant up to rounding."""
     from scipy import stats  # takes a second
 
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -20,15 +20,15 @@ def epic_distance(x, y):
     """Return the EPIC distance of two rewards that depend on the next state alone (section 4.1 of
     arXiv 2310.12921), from their values x, y [N]: sqrt((1 - rho) / 2); NaN if one is constant.
 
-    Nothing is canonically shaped (definition 4.1 of arXiv 2006.13900) because shaping takes from
-    R(s, a, s') = f(s') only a constant, gamma E f(S'), which correlation does not see.
+    No canonical shaping (definition 4.1 of arXiv 2006.13900) is needed: from R(s, a, s') = f(s') it
+    only subtracts a constant, E f(S'), and correlation is invariant to that.
     """
     return math.sqrt((1 - pearson(x, y)) / 2)
 
 
 def auc(x, good):
-    """Return the chance that a state of which good [N] is true has more x [N] than one of which it
-    is not (ties count half): 1 is perfect, 0.5 blind, NaN without one of the two."""
+    """Return the chance that a state with good [N] true has a higher x [N] than one without (ties
+    count half): 1 is perfect, 0.5 chance level, NaN if there are none of either kind."""
     from scipy import stats  # takes a second
 
     good = np.asarray(good, bool)
@@ -43,8 +43,8 @@ def interval(statistic, x, y, episodes, resamples=2000, seed=0):
     """Return `statistic(x, y)` of values [N] and its 95 % bootstrap interval: (value, low, high),
     NaN where undefined. Resamples in which it is undefined are left out.
 
-    Whole episodes are drawn (`episodes` [N] int says which one a state is from): states of an
-    episode are alike, and single ones would make the interval far too narrow.
+    Whole episodes are resampled (`episodes` [N] int says which one a state is from): states of an
+    episode are correlated, and resampling single ones would make the interval far too narrow.
     """
     from scipy import stats  # takes a second
 

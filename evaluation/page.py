@@ -1,5 +1,5 @@
-"""A run's index.html: curves, the newest videos, flags, and what to type next. It opens from the
-disk and loads nothing but what lies in the run's folder."""
+"""A run's index.html: curves, the newest videos, flags, and what to type next. It opens from disk
+and loads nothing from outside the run's folder."""
 
 import html
 import io
@@ -41,7 +41,7 @@ def draw(scalars):
             axes.legend(frameon=False, fontsize=8)
     svg = io.StringIO()
     figure.savefig(svg, format="svg")
-    return svg.getvalue()[svg.getvalue().index("<svg") :]  # without XML's own first lines
+    return svg.getvalue()[svg.getvalue().index("<svg") :]  # without the XML header
 
 
 def films(folder):

@@ -59,8 +59,8 @@ class Prompts(Rewards):
 
 
 class Variants(torch.nn.Module):
-    """The reward of every view by every goal and alpha: frames as in CLIPReward -> [B, V, goals,
-    alphas] float32. A goal is a tuple of prompts, whose mean counts, as in training."""
+    """The reward of every view for every goal and alpha: frames as in CLIPReward -> [B, V, goals,
+    alphas] float32. A goal is a tuple of prompts, which are averaged as in training."""
 
     def __init__(self, device, args: clip_reward.RewardArgs, goals, alphas):
         super().__init__()
@@ -93,12 +93,12 @@ def score(model: clip_reward.RewardArgs, goals, alphas, args, states):
 
 
 def count_parameters(name):
-    """Return how many parameters a model has, without its weights. Raises UsageError."""
+    """Count a model's parameters without loading its weights. Raises UsageError."""
     import open_clip
 
     options = {"load_weights": False, "pretrained_text": False, "device": "meta"}
     before = logging.root.manager.disable
-    logging.disable()  # open_clip warns of random weights; these are none at all
+    logging.disable()  # open_clip warns of random weights; here are none at all
     try:
         with torch.device("meta"):
             model = open_clip.create_model(clip_reward.resolve(name)[0], **options)

@@ -1,4 +1,4 @@
-"""Runs: the script that each is of, its flags, its checkpoints, and what its policy does."""
+"""Runs: the script, flags and checkpoints of each, and rollouts of its policy."""
 
 import functools
 import importlib
@@ -24,7 +24,7 @@ SCRIPTS = {script.__name__: script for script in (sac, dqn)}
 
 @dataclass(kw_only=True)
 class Own:
-    """Code of your own. None is run only because a run or a dataset names it."""
+    """Code of your own. None is run just because a run or a dataset names it."""
 
     script: Path | None = None
     """your changed copy of a script, if the run or dataset was made with it"""
@@ -34,13 +34,13 @@ class Own:
 
 def find_script(name, own, where):
     """Return the script of a run: ours by its file's name, or the copy that `own` names. Raises
-    UsageError; `where` is what has the name."""
+    UsageError; `where` is the run or dataset that has `name`."""
     stem, path = Path(name).stem, own.script
     if stem in SCRIPTS and (path is None or path.stem != stem):
         return SCRIPTS[stem]
     if path is None:
         how = f"to run it, type --script {name or 'FILE.py'}"
-        raise UsageError(f"{where} is of another script; {how}")
+        raise UsageError(f"{where} was made by another script; {how}")
     sys.path.append(str(path.resolve().parent))  # where reward workers look for it, too
     try:
         script = importlib.import_module(path.stem)
@@ -58,14 +58,14 @@ def script_of(args):
 
 def args_of(saved, where, own):
     """Return a script's Args from saved flags, {name: value} with "script". Raises UsageError for
-    other flags, and for code that `own` does not name."""
+    unknown flags, and for code that `own` does not name."""
     flags = dict(saved)
     script = find_script(str(flags.pop("script", "")), own, where)
     try:
         args = script.Args(**flags)
     except (TypeError, ValueError) as error:
         problem = " ".join(str(error).split())
-        raise UsageError(f"{where} is damaged or of another version: {problem}") from error
+        raise UsageError(f"{where} is damaged or from another version: {problem}") from error
     if ":" in args.env_id and args.env_id != own.env_id:
         raise UsageError(f"{where}: its task is code; to run it, type --env-id {args.env_id}")
     return args
@@ -73,7 +73,7 @@ def args_of(saved, where, own):
 
 def state_size(args, where):
     """Return how many numbers a state of the task has: 0 if only its own render() can draw it, None
-    for a copy of a script that does not say. Raises UsageError for a task that is not there."""
+    for a copy of a script that does not say. Raises UsageError for an unknown task."""
     script = script_of(args)
     if args.env_id not in getattr(script, "TASKS", [args.env_id]):
         raise UsageError(f"{where}: DQN has no task {args.env_id}")
@@ -84,18 +84,18 @@ def state_size(args, where):
 
 
 def load_run(folder, own=None, stateless=False):
-    """Return the Args of a run. Raises UsageError, as `args_of`, and for a task without states,
-    unless these may be missing."""
+    """Return the Args of a run. Raises UsageError as `args_of` does, and for a task without states
+    unless `stateless` allows that."""
     args = args_of(saved_flags(folder), folder, own or Own())
     if state_size(args, folder) == 0 and not stateless:
         raise UsageError(f"{folder}: {args.env_id} has no states to draw pictures from")
     if hasattr(args, "terminate"):
-        args.terminate = False  # whatever it learned by, it is judged on whole episodes
+        args.terminate = False  # however it was trained, it is judged on whole episodes
     return args
 
 
 def task_of(spec, args, where):
-    """Return the judges.Task by name or FILE.py:FUNCTION, or else the one that `args` are about.
+    """Return the judges.Task by name or FILE.py:FUNCTION, or else the one that `args` train on.
     Raises UsageError for code that only `where` names."""
     if not spec and ":" in (args.judge or ""):
         raise UsageError(f"{where}: its judge is code; to run it, type --judge {args.judge}")
@@ -125,7 +125,7 @@ def checkpoint_paths(run, names) -> list[Path]:
 
 def load_policy(path, args, observation_space, action_space):
     """Return (network, the step at which the checkpoint was made). Raises UsageError if it is
-    damaged or of other networks."""
+    damaged or has other networks."""
     script, saved = script_of(args), load_checkpoint(path)
     try:
         kind = script.QNetwork if "q_network" in saved else script.Actor
@@ -138,9 +138,9 @@ def load_policy(path, args, observation_space, action_space):
 
 @torch.no_grad()
 def rollout(args, path, seeds, explore=False):
-    """Play whole episodes of a run side by side, one per seed, by the best actions of the
-    checkpoint at `path`, or with `explore` (SAC) by samples -> columns of a Dataset, episode after
-    episode. Raises UsageError, as `load_policy`."""
+    """Play whole episodes of a run side by side, one per seed, with the best actions of the
+    checkpoint at `path`, or with `explore` (SAC) sampled ones -> columns of a Dataset, episode
+    after episode. Raises UsageError as `load_policy` does."""
     seeds = [int(seed) for seed in seeds]
     modes = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
     envs = gym.vector.SyncVectorEnv([script_of(args).make_env(args)] * len(seeds), **modes)

@@ -784,7 +784,7 @@ def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     assert "and 0 or 1: frame 0, 'yes'" in message(rows=[row(0, "yes")])
     assert "all 0 labels on states" in message(rows=[row(4, 1, "episode"), row(5, 0, "episode")])
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    assert "the columns are dataset,unit" in message(labels=str(tmp_path / "other.csv"))
+    assert "the columns must include dataset,unit" in message(labels=str(tmp_path / "other.csv"))
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80" * 50)
     assert "not labels" in message(labels=str(tmp_path / "binary.csv"))
     assert "No such file" in message(labels=str(tmp_path / "none.csv"))
