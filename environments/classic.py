@@ -1,5 +1,5 @@
-"""CartPole and MountainCar as the paper has them: tasks whose episodes do not end by themselves
-(`info` has the state to draw and "success"), and their pictures."""
+"""CartPole and MountainCar as in the paper: tasks whose episodes do not end by themselves (`info`
+has the state to draw and "success"), and their pictures."""
 
 import math
 import os
@@ -45,7 +45,7 @@ class CartPoleTask(gym.Wrapper):
             x, velocity = math.copysign(task.x_threshold, x), 0.0
         angle = (angle + math.pi) % (2 * math.pi) - math.pi
         task.state = np.array([x, velocity, angle, spin])
-        task.steps_beyond_terminated = None  # else it warns at every further step
+        task.steps_beyond_terminated = None  # else it warns at every later step
         info = {"states": task.state, "success": self.success}
         return task.state.astype(np.float32), float(not failed), False, False, info
 
@@ -100,7 +100,7 @@ class ClassicRenderer:
         size: None for Gymnasium's 400 x 600 pixels; else height and width of the frames: the native
             picture centred in a square (CLIP's own crop would cut off the goal) and scaled.
         textured: the mountain as a landscape instead of a line (MountainCar only).
-        scene: another landscape than the canonical one: [600, 600, 3] uint8, see scenes/paint.py.
+        scene: a landscape instead of the canonical one: [600, 600, 3] uint8, see scenes/paint.py.
     Raises ValueError: unknown env_id, or a texture for CartPole.
     """
 

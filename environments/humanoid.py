@@ -1,7 +1,7 @@
 """Humanoid-v5, many at once: one process, MuJoCo's own threads, nothing pickled.
 
-On two cores 2.5 times as fast as a process for each; the part of a step that more cores do not
-shorten is a third as long (docs/speed.md)."""
+On two cores 2.5 times as fast as a process per environment; the part of a step that more cores do
+not shorten is a third as long (docs/speed.md)."""
 
 import os
 
@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 
 class HumanoidVectorEnv(gym.vector.VectorEnv):
     """N times gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1), with
-    equal observations, rewards, resets and states to the bit. Formulas: Gymnasium's humanoid_v5.py.
+    observations, rewards, resets and states equal to the bit. Formulas: Gymnasium's humanoid_v5.py.
 
     Nothing terminates, is truncated or resets itself; `infos` has "states" [N, 47] float64, qpos
     and qvel. The observations [N, 348] float64 are the same array at every call."""

@@ -4,7 +4,7 @@
     judges.find_task("my_task.py:somersault", None)   # your own function of states
 
 Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
-judges its videos (appendix on the humanoid's tasks), put into numbers with MuJoCo's geometry and
+judges its videos (appendix on the humanoid's tasks), turned into numbers with MuJoCo's geometry and
 contacts. They share no code with the pose library in tiny_clip/, but the limits were chosen by
 looking at its samples and at frames of a training run: strict about what the words say, lenient
 about style (where the arms are while it kneels, how straight it stands, whether it rocks).
@@ -43,7 +43,7 @@ PARTS = {
 
 @functools.lru_cache(1)
 def _humanoid():
-    """Return Gymnasium's humanoid, which reports contacts with the floor from REACH on: (mujoco,
+    """Return Gymnasium's humanoid, which reports contacts with the floor within REACH: (mujoco,
     model, data, {name of a geom: its number})."""
     egl_render.setup_gl()  # which has to come before mujoco
     import mujoco
@@ -203,7 +203,7 @@ def _seated(f):
 def _lotus(f):
     knees = (f["pelvis"][:, None] + f["knee_at"][..., 2] < 0.26) & (f["bend"] > 1.5)
     outward = f["knee_at"][..., 1]
-    inward = outward - f["foot_at"][..., 1]  # by how much the foot is nearer to the middle
+    inward = outward - f["foot_at"][..., 1]  # how much nearer the foot is to the middle
     return _seated(f) & (knees & (outward > 0.22) & (inward > 0.12)).all(1)
 
 
@@ -251,7 +251,7 @@ class Task:
 
     @property
     def prompts(self):
-        """By the names of their flags: {name: (str,)}."""
+        """The prompts by the names of their flags: {name: (str,)}."""
         return {"target_prompt": (self.target_prompt,), "baseline_prompt": (self.baseline_prompt,)}
 
 
@@ -307,15 +307,15 @@ def _own_task(spec):
     try:
         function = runpy.run_path(path)[name]
     except Exception as error:  # whatever somebody's file raises
-        raise UsageError(f"--judge {spec}: {error!r}; it is FILE.py:FUNCTION") from error
+        raise UsageError(f"--judge {spec}: {error!r}; expected FILE.py:FUNCTION") from error
     if not callable(function):
         raise UsageError(f"--judge {spec}: {name} is not a function")
 
     def judge(states):
         verdict = np.asarray(function(states))
         if verdict.shape != (len(states),) or verdict.dtype != bool:
-            made = f"{list(verdict.shape)} {verdict.dtype}"
-            raise UsageError(f"--judge {spec}: for {len(states)} states not [B] bool but {made}")
+            made = f"{list(verdict.shape)} {verdict.dtype} for {len(states)} states"
+            raise UsageError(f"--judge {spec} returned {made}, not [B] bool")
         return verdict
 
     return Task(name, judge, " ".join((function.__doc__ or spec).split()))

@@ -54,11 +54,11 @@ BOTH = """
 --checkpoint-freq -1                        | checkpoint_freq
 --video-freq -1                             | video_freq
 --resume /nowhere                           | /nowhere
---resume {folder}                           | not the folder of a run
+--resume {folder}                           | neither a run's folder
 --judge flying                              | --judge flying
 --judge nowhere.py:f                        | nowhere.py
 --judge {judges}:number                     | number is not a function
---judge {judges}:floats                     | not [B] bool but [2] float64
+--judge {judges}:floats                     | returned [2] float64 for 2 states, not [B] bool
 --reward fake                               | --reward
 --reward-alpha 1.01                         | reward_alpha
 --reward-alpha -0.5                         | reward_alpha
@@ -97,7 +97,7 @@ ROWS = {
 --clip-model local-dir:{broken}             | broken
 --clip-model local-dir:{dangling}           | dangling
 --judge {judges}:nothing                    | nothing
---judge {judges}:one                        | not [B] bool but [] bool
+--judge {judges}:one                        | returned [] bool for 2 states, not [B] bool
 --env-id Humanoid-v55                       | Humanoid
 --env-id Nonsense                           | Nonsense
 --env-id=                                   | --env-id

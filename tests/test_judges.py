@@ -215,19 +215,19 @@ def test_a_judge_by_name_or_from_ones_own_file(tmp_path):
     task = judges.find_task(f"{path}:high", "Any-v0")
     assert (task.name, task.criterion) == ("high", "It is high.")
     assert task.judge(np.array([[0, 0, 2.0], [0, 0, 0.5]])).tolist() == [True, False]
-    with pytest.raises(UsageError, match=r"for 2 states not \[B\] bool but \[2\] float64"):
+    with pytest.raises(UsageError, match=r"returned \[2\] float64 for 2 states, not \[B\] bool"):
         judges.find_task(f"{path}:heights", None).judge(np.zeros((2, 3)))
     with pytest.raises(UsageError, match="mine.py:number: number is not a function"):
         judges.find_task(f"{path}:number", None)
     for spec in (f"{path}:low", f"{tmp_path}/none.py:high", f"{tmp_path}:high"):
-        with pytest.raises(UsageError, match="it is FILE.py:FUNCTION"):
+        with pytest.raises(UsageError, match="expected FILE.py:FUNCTION"):
             judges.find_task(spec, None)
 
 
 def test_a_runs_judge_is_tried_on_one_state_before_it_is_needed(tmp_path):
     path, state = tmp_path / "mine.py", np.zeros(47)
     path.write_text("def some(states):\n    return states[:1, 0] > 0\n")
-    with pytest.raises(UsageError, match=r"for 2 states not \[B\] bool but \[1\] bool"):
+    with pytest.raises(UsageError, match=r"returned \[1\] bool for 2 states, not \[B\] bool"):
         judges.episode_judge(f"{path}:some", "Humanoid-v5", (), state)
     standing = judges.episode_judge(None, "Humanoid-v5", [poses.TASKS["standing"]], state)
     states = np.zeros((4, 3, 47))  # [T, N, S]: one falls at once, one after half of it, one never

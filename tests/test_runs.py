@@ -195,11 +195,11 @@ def test_a_run_is_found_by_latest_and_by_the_folder_around_it(tmp_path, monkeypa
         os.utime(folder / "args.json", (age, age))
     assert run_folder("latest") == two and run_folder(one) == run_folder("runs/kneeling") == one
     for name in ("nowhere", "runs/kneeling/one/none", "."):
-        with pytest.raises(UsageError, match="not the folder of a run, nor of a single one"):
+        with pytest.raises(UsageError, match="neither a run's folder .* nor one with a single run"):
             run_folder(name)
     (tmp_path / "runs/three").mkdir()
     (tmp_path / "runs/three/args.json").write_text("{}")
-    with pytest.raises(UsageError, match="nor of a single one"):
+    with pytest.raises(UsageError, match="nor one with a single run"):
         run_folder("runs")
 
 
@@ -400,7 +400,7 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
     folder, (other,) = str(tmp_path), {sac, dqn} - {script}
     flags = vars(script.Args(**PROMPT, hidden_size=32))
     contents = [
-        (None, "not the folder of a run"),
+        (None, "neither a run's folder"),
         (json.dumps(vars(other.Args())), "another script"),
         ("", "args.json is damaged"),
         ("{", "args.json is damaged"),

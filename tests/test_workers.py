@@ -364,7 +364,7 @@ def test_what_workers_cannot_import_is_told():
             [sys.executable, *words],
             **{"input": code, "capture_output": True, "text": True, "env": helpers.environment()},
         )
-        assert "workers cannot import what has no file" in process.stderr.splitlines()[-1]
+        assert "workers cannot import code without a file" in process.stderr.splitlines()[-1]
 
 
 class OtherLooks(PaintRenderer):

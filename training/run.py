@@ -45,7 +45,7 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     video_freq: NonNegativeInt = 128_000
     """steps between videos, and one at the end; 0: none"""
     judge: str | None = None
-    """draw charts/success_rate by a judge of states, never used as a reward: a task of
+    """log charts/success_rate by a judge of states, never used as a reward: a task of
     environments/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task with
     this prompt, if there is one"""
     resume: str | None = None
@@ -53,23 +53,23 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     the newest run in --runs-dir that was started with these flags, or a new one if there is none"""
 
 
-# Flags that may be given beside --resume: how long, where and how often, but not what is learned.
+# Flags that may be given with --resume: how long, where and how often, but not what is learned.
 # (DQN's schedules depend on --total-timesteps and stretch with it.)
 RESUME_MAY_CHANGE = set(
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size worker_timeout "
     "allow_slow compile track judge runs_dir resume renderer render_quality".split()
 )
 
-LINE = 100  # characters of a line on the console
-BEST_WINDOW = 5  # rollouts of which best.pt has the highest mean: one may have lucky starts
+LINE = 100  # characters per line on the console
+BEST_WINDOW = 5  # rollouts whose mean reward decides best.pt: a single one may have lucky starts
 
 CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's page
     "reward per step": ["charts/clip_reward"],
     "share of successful episodes": ["charts/success_rate"],
     "the environment's own return": ["charts/episodic_return"],
-    "loss of the values": ["losses/qf1_loss", "losses/qf2_loss", "losses/td_loss"],
-    "loss of SAC's policy": ["losses/actor_loss"],
-    "seconds of a rollout": ["time/physics_s", "time/wait_s", "time/update_s"],
+    "value loss": ["losses/qf1_loss", "losses/qf2_loss", "losses/td_loss"],
+    "SAC's policy loss": ["losses/actor_loss"],
+    "seconds per rollout": ["time/physics_s", "time/wait_s", "time/update_s"],
 }
 
 
@@ -81,7 +81,7 @@ def run_folder(name):
         found = sorted(Path("runs").rglob("args.json"), key=os.path.getmtime)[-1:]
         say(*(f"latest: {path.parent}" for path in found))
     if len(found) != 1:
-        raise UsageError(f"{name} is not the folder of a run, nor of a single one: no args.json")
+        raise UsageError(f"{name} is neither a run's folder (args.json) nor one with a single run")
     return found[0].parent
 
 
@@ -96,7 +96,7 @@ def saved_flags(run_dir):
 
 
 def load_args(run_dir, Args):
-    """Return the Args of a run. Raises UsageError for damaged ones or another script's."""
+    """Return the Args of a run. Raises UsageError if they are damaged or another script's."""
     flags = saved_flags(run_dir)
     flags.pop("script", None)
     if foreign := ", ".join(flags.keys() - vars(Args()).keys()):
@@ -129,7 +129,7 @@ def latest_run(args):
 
 def parse_args(Args, description):
     """Parse the command line, with --resume on top of the run's own flags. From here on errors are
-    one line, and a stop signal ends the program at once until the run has begun."""
+    one line, and until the run has begun a stop signal ends the program at once."""
     import tyro
 
     sys.excepthook = excepthook
@@ -145,7 +145,7 @@ def parse_args(Args, description):
         say(end="")
     if args.resume == "latest":
         args.resume = latest_run(args)
-        say(f"--resume latest: {args.resume or 'no such run yet, a new one'}")
+        say(f"--resume latest: {args.resume or 'no such run yet, starting one'}")
     if args.resume is None:
         return args
     resume = str(run_folder(args.resume))
@@ -156,7 +156,7 @@ def parse_args(Args, description):
         flag, was = name.replace("_", "-"), vars(saved)[name]
         raise UsageError(f"--{flag} was {was!r} in the run to resume; leave it out")
     if needed := [word for word in own_code(args) if word not in given]:
-        raise UsageError(f"args.json names code, which may be anybody's; to run it: {needed[-1]}")
+        raise UsageError(f"args.json names code, perhaps not yours; to run it, add {needed[-1]}")
     return args
 
 
@@ -203,7 +203,7 @@ def checkpoints(run_dir):
 
 
 def load_checkpoint(path):
-    """Load a checkpoint; no code in it is run. Raises UsageError for a damaged one, by the
+    """Load a checkpoint; no code in it is run. Raises UsageError for a damaged one, found by the
     checksums that torch.save writes."""
     try:
         with zipfile.ZipFile(path) as file:
@@ -238,7 +238,7 @@ class Run:
     Attributes:
         folder: runs/<env>__<goal>__<script>__<seed>__<time>/.
         step, rollout: environment steps and rollouts so far; the script counts them.
-        stopped: the signal that asked for an end after this rollout, or 0.
+        stopped: the signal that asked to stop after this rollout, or 0.
     """
 
     def __init__(self, args):
@@ -271,8 +271,8 @@ class Run:
         say(f"run folder {self.folder}", f"curves: tensorboard --logdir {args.runs_dir}")
 
     def _new_folder(self):
-        """Make runs/<env>__<goal>__<script>__<seed>__<time>, or if that is taken the same with _2,
-        .. behind it. The goal is a few words of the prompt, without those of the baseline."""
+        """Make runs/<env>__<goal>__<script>__<seed>__<time>, with _2, .. appended if that is taken.
+        The goal is a few words of the prompt, without those of the baseline."""
         args = self.args
         goal = (*args.target_prompt, *map(lambda x: Path(x).stem, args.target_image), "")[0]
         for words in args.baseline_prompt:
@@ -342,7 +342,7 @@ class Run:
         self.best = copy.deepcopy(self.restored["best"])
         if self.best:  # the file may be of a later rollout
             write(self.folder / "checkpoints/best.pt", self.best)
-        self.saved_step, self.restored = self.step, {}  # it maps the file
+        self.saved_step, self.restored = self.step, {}  # it keeps the file mapped
 
     def due(self, every, steps):
         """Return whether the last `steps` passed a multiple of `every`, or ended the run."""
@@ -350,8 +350,8 @@ class Run:
         return every > 0 and (end or self.step % every < steps)
 
     def log(self, scalars):
-        """Write {tag: value} to the event file, and the first charts, as many as fit, as a line to
-        the console. Raises RunError for a NaN or infinity."""
+        """Write {tag: value} to the event file, and the first charts, as many as fit, to one line
+        of the console. Raises RunError for a NaN or infinity."""
         for tag, value in scalars.items():
             if not math.isfinite(value):
                 raise RunError(f"{tag} is {value} after {self.step} steps")
@@ -388,8 +388,8 @@ class Run:
             write(self.folder / "checkpoints/best.pt", self.best)
 
     def save(self, parts):
-        """Save checkpoints/step_<n>.pt, all that --resume needs, unless it is there; the newest two
-        stay. Raises RunError."""
+        """Save checkpoints/step_<n>.pt, all that --resume needs, unless it exists; only the newest
+        two are kept. Raises RunError."""
         if self.step == self.saved_step:
             return
         state = {"global_step": self.step, "rollout": self.rollout}

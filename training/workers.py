@@ -2,7 +2,7 @@
 
 pool = Pool(make_renderer, make_reward, ["cuda:0", "cuda:1"])
 for states in episode:         # [N, S] at every step
-    pool.put(states)           # full chunks leave for the workers at once
+    pool.put(states)           # full chunks go to the workers at once
 rewards = pool.take()          # [T * N] float32 in the order of put; waits for the rest
 """
 
@@ -64,7 +64,7 @@ def warn(line: str) -> None:
 
 
 class Pool:
-    """Workers that draw and score states in chunks of `batch_size`, two chunks with each.
+    """Workers that draw and score states in chunks of `batch_size`, up to two with each worker.
 
     No reward depends on which worker computed it. If a worker dies, or gives no answer for
     `timeout` seconds, it is replaced and its chunks are done again; the second loss before `take`
@@ -72,9 +72,9 @@ class Pool:
     What a worker raises is raised here, with its traceback.
 
     Args:
-        make_renderer, make_reward: as of `Scorer`; picklable.
+        make_renderer, make_reward: as for `Scorer`; picklable.
         devices: a worker for each (none: the pool is not used); or ["ray"], an actor per GPU of the
-            cluster (per CPU if it has no GPU), also of later nodes; or ["ray:N"], N actors.
+            cluster (per CPU if it has no GPU), later nodes included; or ["ray:N"], N actors.
     Attributes:
         render_s, clip_s: seconds of drawing and CLIP for the last `take`, a worker's on average.
         restarts: how many workers were replaced, by Ray or here.
@@ -205,13 +205,13 @@ class Pool:
             if time.monotonic() - worker.since > limit:
                 worker.since = time.monotonic()
                 if self.cluster and call == "load":
-                    warn(f"{worker.name} has not loaded yet; has the cluster room for it?")
+                    warn(f"{worker.name} has not loaded yet; is there room for it in the cluster?")
                     continue
                 worker.hung = f"gave no answer for {limit} s (--worker-timeout)"
                 worker.kill()  # the next round finds it lost
 
     def _joined(self, worker, look, line):
-        """Let a worker that has loaded begin, if it draws as the others do."""
+        """Let a worker start once it has loaded, if it draws as the others do."""
         self.look = self.look or look
         if look != self.look:
             problem = f"{worker.name} draws by {look}, the others by {self.look}"
@@ -247,19 +247,19 @@ def _load(make_renderer, make_reward, device):
             os._exit(1)
     if device == "cpu":
         torch.set_num_threads(1)  # whatever the number of workers, the same sums in the same order
-        os.nice(10)  # physics first: it is what the next states wait for
+        os.nice(10)  # physics first: the next states wait for it
     # timm would import wandb: three seconds, and folders in /tmp that a killed worker leaves
     sys.modules.setdefault("wandb", None)
     scorer = Scorer(make_renderer, make_reward, device)
     return scorer.look, scorer.description
 
 
-computing = collections.deque()  # (number, launched) of chunks that this worker's GPU has
+computing = collections.deque()  # (number, launched) of chunks on this worker's GPU
 
 
 def _work(method, number=None, *args):
     """Score or render job `number` -> [(number, result)] of all jobs that are done. A GPU's chunk
-    is done when the next one was drawn, or at "finish"."""
+    counts as done once the next one has been drawn, or at "finish"."""
     if method == "render":
         return [(number, scorer.render(*args))]
     if method == "score":
@@ -291,7 +291,7 @@ class LocalWorker:
         parts = [getattr(part, "func", part) for part in self.setup[:2]]
         needed = path or any(getattr(part, "__module__", "") == "__main__" for part in parts)
         if needed and not os.path.isfile(path or ""):
-            problem = "workers cannot import what has no file: save it in one"
+            problem = "workers cannot import code without a file: save it in one"
             raise UsageError(f"{problem}, {IN_PROCESS}")
         if getattr(mp.current_process(), "_inheriting", False):  # a worker, which imports the file
             os._exit(NO_GUARD)
@@ -327,7 +327,7 @@ class LocalWorker:
 
 
 class Actor:
-    """The class of a Ray actor. It loads at its first call, which raises the errors of loading."""
+    """The class of a Ray actor. It loads at its first call, which raises any errors of loading."""
 
     def __init__(self, *setup):
         self.setup, self.line = setup, None
