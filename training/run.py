@@ -161,7 +161,7 @@ def parse_args(Args, description):
 
 
 def own_code(args):
-    """List the flags that name code of the user's own."""
+    """List the flags that name the user's own code."""
     flags = {"--env-id": args.env_id, "--judge": args.judge}
     return [f"{flag} {shlex.quote(x)}" for flag, x in flags.items() if ":" in (x or "")]
 
