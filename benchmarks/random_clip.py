@@ -29,7 +29,7 @@ def main(arch: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path]) ->
     config = open_clip.get_model_config(arch)
     text = config.get("text_cfg", {})
     if "hf_model_name" in text or text.get("hf_tokenizer_name"):
-        sys.exit(f"error: the text tower of {arch} needs a download from Hugging Face")
+        sys.exit(f"error: the text tower or tokenizer of {arch} needs a download from Hugging Face")
     tags = open_clip.list_pretrained_tags_by_model(arch)
     pretrained = open_clip.get_pretrained_cfg(arch, tags[0]) if tags else {}
     config |= {"quick_gelu": True} if pretrained.get("quick_gelu") else {}
