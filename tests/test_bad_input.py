@@ -45,7 +45,7 @@ BOTH = """
 --hidden-size 0                             | hidden_size
 --gradient-steps 0                          | gradient_steps
 --learning-starts -1                        | learning_starts
---learning-starts 20000 --total-timesteps 10000 | --learning-starts 20000 is beyond --total-timesteps
+--learning-starts 20000 --total-timesteps 10000 | is beyond --total-timesteps
 --gamma 1.0                                 | gamma
 --gamma -0.1                                | gamma
 --gamma nan                                 | gamma
