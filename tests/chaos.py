@@ -74,7 +74,7 @@ class Chaos:
         """The run, resumed if it has a checkpoint -> process, lines as they come, their reader."""
         command = [sys.executable, *before, *self.command, "--resume", "latest", "--runs-dir"]
         process = subprocess.Popen(
-            [*command, str(runs_dir or self.left_over)],
+            [*helpers.HANGS_UP, *command, str(runs_dir or self.left_over)],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
             **{"env": helpers.environment(), "start_new_session": True},
         )

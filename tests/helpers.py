@@ -94,6 +94,10 @@ def humanoid_states(count, seed=0):
 # ------------------------------------------------------------------------------ processes
 
 
+# before a command: SIGHUP ends it, also where the tests run under nohup
+HANGS_UP = ("env", "--default-signal=HUP")
+
+
 def environment(**changes):
     """For a new Python process that can import what this one can, but starts like a user's: without
     what was set in this one by importing."""

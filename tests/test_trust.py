@@ -45,7 +45,7 @@ def started(*words, patch="", **changes):
         main = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], None, '__main__')"
         words = ("-c", f"{textwrap.dedent(patch)}\n{main}", *words)
     process = subprocess.Popen(
-        [sys.executable, *map(str, words)],
+        [*helpers.HANGS_UP, sys.executable, *map(str, words)],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
         **{"env": helpers.environment(**changes), "start_new_session": True},
     )
@@ -545,6 +545,19 @@ def test_a_signal_to_the_whole_group_ends_it_after_the_rollout(script, number, t
     resume = f"resume with: python {script.__file__} --resume {folder}"
     assert f"saved: step_{last['global_step']}.pt; {resume}" in output
     assert wait_until(lambda: helpers.gone(children), 5)
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
+    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    words = [dqn.__file__, *CHEETAH[dqn], *CLIP, "--reward-devices", "cpu", *LONG]
+    with started(*words, "--runs-dir", tmp_path, patch=nohup) as process:
+        reaches(process, 48)
+        os.killpg(process.pid, signal.SIGHUP)
+        reaches(process, 120)
+        process.terminate()
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 143 and printed.strip() == STOPPING
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):

@@ -127,14 +127,20 @@ def latest_run(args):
     return None
 
 
+def on_stop_signals(handler):
+    """Call `handler` at a stop signal. Under nohup SIGHUP stays ignored."""
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def parse_args(Args, description):
     """Parse the command line, with --resume on top of the run's own flags. From here on errors are
     one line, and until the run has begun a stop signal ends the program at once."""
     import tyro
 
     sys.excepthook = excepthook
-    for number in STOP_SIGNALS:
-        signal.signal(number, end_now)
+    on_stop_signals(end_now)
     # tyro prints an empty line before indented text, in addition to the text's own
     parse = functools.partial(tyro.cli, Args, description=description.replace(":\n\n ", ":\n "))
     try:
@@ -266,8 +272,7 @@ class Run:
         except OSError as error:
             raise RunError(f"no run can be written to {args.runs_dir}: {error}") from error
         sys.excepthook, threading.excepthook = self._failed, thread_failed
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._stop)
+        on_stop_signals(self._stop)
         say(f"run folder {self.folder}", f"curves: tensorboard --logdir {args.runs_dir}")
 
     def _new_folder(self):
