@@ -40,6 +40,8 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
 
+from reward_head import HeadReward, load_head, with_hash
+
 Array = torch.Tensor | np.ndarray
 
 
@@ -71,6 +73,9 @@ class RewardArgs:
     target_image: tuple[str, ...] = ()
     """files of pictures of the goal, in addition to words or instead of them; square like the
     frames, because a model may crop to the centre"""
+    reward_head: str = ""
+    """a head that `eval_epic.py fit` has fitted to labels: the reward is its probability that a
+    state is good; with a target prompt or image too, the mean of that and CLIP's reward"""
     reward_alpha: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """strength of goal-baseline regularisation, from 0 (plain cosine) to 1"""
     reward: Literal["clip", "ground-truth"] = "clip"
@@ -79,8 +84,6 @@ class RewardArgs:
     """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: local-dir:tiny_clip"""
     clip_batch_size: PositiveInt = 64
     """frames that a worker draws and scores at once"""
-    clip_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """number format of CLIP's image tower; auto: fp16 on a GPU, else fp32"""
     reward_devices: tuple[str, ...] = ()
     """devices that draw and score, one worker each; name one twice for two workers. Default: every
     CUDA device, else one "cpu" per core, at most four. ray: every GPU of a Ray cluster (its CPUs if
@@ -94,6 +97,7 @@ class RewardArgs:
 
     def __post_init__(self) -> None:
         self.target_image = tuple(map(os.path.abspath, self.target_image))
+        self.reward_head = with_hash(self.reward_head)
 
     def devices(self) -> list[str]:
         """Return the devices named, or the default ones. Raises UsageError."""
@@ -112,7 +116,12 @@ class RewardArgs:
         if self.reward != "clip":
             return
         targets = self.target_prompt + self.target_image
-        check_prompts(targets, self.baseline_prompt, self.reward_alpha)
+        if targets or not self.reward_head:
+            check_prompts(targets, self.baseline_prompt, self.reward_alpha)
+        try:
+            load_head(self.reward_head, vars(self))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--reward-head {first_line(error)}") from error
         for path in self.target_image:
             load_image(path)
         resolve(self.clip_model)
@@ -301,7 +310,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
         precision = "fp16" if device.type == "cuda" else "fp32"
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if precision not in dtypes:
-        raise UsageError(f"--clip-precision must be auto, {', '.join(dtypes)}; not {precision!r}")
+        raise UsageError(f"precision must be auto, {', '.join(dtypes)}; not {precision!r}")
     if precision == "fp32":  # by default cuDNN rounds the inputs of convolutions to TF32's 10 bits
         torch.backends.cudnn.allow_tf32 = False
     ensure_downloaded(name)
@@ -375,7 +384,32 @@ def weights_in_their_file():
 # ------------------------------------------------------------------------------ the reward
 
 
-class CLIPReward(nn.Module):
+class CLIPEmbedder(nn.Module):
+    """Embeds pictures by a LoadedCLIP, which is not changed and can serve others."""
+
+    def __init__(self, clip: LoadedCLIP) -> None:
+        super().__init__()
+        self.model, self.preprocess = clip.model, clip.preprocess
+        self.device, self.dtype = clip.device, clip.dtype
+
+    @torch.no_grad()
+    def embed_images(self, frames: Array) -> torch.Tensor:
+        """Embed uint8 frames [B, H, W, 3], V views of each state [B, V, H, W, 3], or one [H, W, 3],
+        a tensor on any device or an array -> [B, D] or [B, V, D] float32 unit-norm. Raises
+        ValueError for other frames."""
+        if isinstance(frames, np.ndarray):  # MuJoCo's render() returns a flipped view
+            frames = np.ascontiguousarray(frames)
+        frames = torch.as_tensor(frames).to(self.device)
+        if frames.dtype != torch.uint8 or not 3 <= frames.ndim <= 5 or frames.shape[-1] != 3:
+            shape = list(frames.shape)
+            raise ValueError(f"frames must be [B, H, W, 3] uint8, not {shape} {frames.dtype}")
+        frames = frames if frames.ndim > 3 else frames[None]
+        images = self.preprocess(frames.flatten(0, -4))
+        embeddings = self.model.encode_image(images.to(self.dtype))
+        return nn.functional.normalize(embeddings.float(), dim=-1).unflatten(0, frames.shape[:-3])
+
+
+class CLIPReward(CLIPEmbedder):
     """Goal-baseline regularised CLIP reward (section 3.2 of the paper).
 
     For unit-norm image embedding s, target embedding g, baseline embedding b and the line L
@@ -387,7 +421,7 @@ class CLIPReward(nn.Module):
     that several cameras see is the mean over its pictures.
 
     Args:
-        clip: LoadedCLIP. It is not changed and can serve other rewards.
+        clip: LoadedCLIP.
         target_prompts, baseline_prompts: a str, or several, which are averaged (mean of the
             unit-norm embeddings, not renormalised). The baseline may be empty if alpha is 0.
         alpha: regularisation strength in [0, 1]; an attribute that may be changed.
@@ -408,15 +442,14 @@ class CLIPReward(nn.Module):
         alpha: float = 0.0,
         target_images: str | Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(clip)
         goals = target_prompts, baseline_prompts, target_images
         target_prompts, baseline_prompts, target_images = (
             [goal] if isinstance(goal, str) else goal for goal in goals
         )
         check_prompts([*target_prompts, *target_images], baseline_prompts, alpha)
         check_lengths(clip.tokenizer, [*target_prompts, *baseline_prompts])
-        self.model, self.preprocess = clip.model, clip.preprocess
-        self.device, self.dtype, self.alpha = clip.device, clip.dtype, float(alpha)
+        self.alpha = float(alpha)
 
         @torch.no_grad()
         def embed(prompts):
@@ -433,22 +466,6 @@ class CLIPReward(nn.Module):
         self.register_buffer("b", b)
         self.register_buffer("d", d / d.norm().clamp_min(1e-12))  # unit direction of L
 
-    @torch.no_grad()
-    def embed_images(self, frames: Array) -> torch.Tensor:
-        """Embed uint8 frames [B, H, W, 3], V views of each state [B, V, H, W, 3], or one [H, W, 3],
-        a tensor on any device or an array -> [B, D] or [B, V, D] float32 unit-norm. Raises
-        ValueError for other frames."""
-        if isinstance(frames, np.ndarray):  # MuJoCo's render() returns a flipped view
-            frames = np.ascontiguousarray(frames)
-        frames = torch.as_tensor(frames).to(self.device)
-        if frames.dtype != torch.uint8 or not 3 <= frames.ndim <= 5 or frames.shape[-1] != 3:
-            shape = list(frames.shape)
-            raise ValueError(f"frames must be [B, H, W, 3] uint8, not {shape} {frames.dtype}")
-        frames = frames if frames.ndim > 3 else frames[None]
-        images = self.preprocess(frames.flatten(0, -4))
-        embeddings = self.model.encode_image(images.to(self.dtype))
-        return nn.functional.normalize(embeddings.float(), dim=-1).unflatten(0, frames.shape[:-3])
-
     def reward(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Unit-norm embeddings [B, D] or [B, V, D] float32 -> rewards [B] float32."""
         on_line = self.b + ((embeddings - self.b) @ self.d)[..., None] * self.d
@@ -461,12 +478,14 @@ class CLIPReward(nn.Module):
         return self.reward(self.embed_images(frames))
 
 
-def make_clip_reward(args: RewardArgs, device: str | torch.device) -> CLIPReward:
+def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
     """Load the model and the goal that `args` name; called in every worker."""
     args.check_speed(device)
-    clip = load_clip(args.clip_model, device, args.clip_precision)
+    clip = load_clip(args.clip_model, device)
     goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
-    reward = CLIPReward(clip, *goal)
+    head, words = load_head(args.reward_head), args.target_prompt + args.target_image
+    reward: Any = CLIPReward(clip, *goal) if words or not head else CLIPEmbedder(clip)
+    reward = HeadReward(reward, head, bool(words)) if head else reward
     if args.compile:
         clip.model.visual.compile(mode="max-autotune-no-cudagraphs")
     for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):

@@ -18,6 +18,11 @@ rejects, and a page for labelling by key press; results go to data/kneeling/:
     python eval_epic.py label data/kneeling.npz
     python eval_epic.py epic --dataset data/kneeling.npz --labels data/kneeling/labels.csv
 
+A reward from these labels, to train with by --reward-head, and what to label next:
+
+    python eval_epic.py fit --dataset data/kneeling.npz --out data/head.safetensors
+    python eval_epic.py label data/more.npz --uncertain data/head.safetensors
+
 Success rate of a policy by a task's judge, by your own, or by a person; a run's index.html:
 
     python eval_epic.py success --run runs/RUN --compare runs/GROUND_TRUTH_RUN
@@ -48,10 +53,10 @@ import egl_render
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from environments import classic, judges
-from evaluation import compare, datasets, judging, label_page
+from evaluation import compare, datasets, fit, judging, label_page
 from evaluation.page import write_page
+from evaluation.rewards import HeadModel, Rewards
 from evaluation.rewards import Prompts as PromptRewards
-from evaluation.rewards import Rewards
 from evaluation.runs import Own, checkpoint_paths, load_run, task_of
 from training.run import run_folder, say
 
@@ -293,16 +298,50 @@ class Label(OnDataset):
     """what one answer is about: a picture, or a whole episode as a clip"""
     count: PositiveInt | None = None
     """how many to label, in random order: a fair sample at any time; default: all"""
+    uncertain: Path | None = None
+    """file of a head: ask first for the frames that it is least sure of, instead"""
 
     def __call__(self):
         data, task = self.load()
         path = Path(self.labels or data.folder / "labels.csv")
-        session = label_page.Session(data, task, self.unit, path, self.count)
+        if self.uncertain and self.unit == "episode":
+            raise UsageError("--uncertain is about frames, not --unit episode")
+        order = fit.least_sure(self.uncertain, data) if self.uncertain else None
+        session = label_page.Session(data, task, self.unit, path, self.count, order)
         path.parent.mkdir(parents=True, exist_ok=True)
         label_page.serve(session)
 
 
-COMMANDS = Landscape, Prompts, Collect, Epic, Sheet, Success, Label, Page
+@dataclass(kw_only=True)
+class Fit(Own):
+    """Fit a reward head to labels, for --reward-head: logistic regression on the embeddings of a
+    frozen model."""
+
+    dataset: tuple[Path, ...]
+    """files made by collect, of one task and with the same cameras"""
+    out: Path
+    """the head, such as data/head.safetensors; its worst errors are drawn beside it"""
+    labels: str | None = None
+    """what decides which states are good: judge, or a CSV file of a person's labels; default:
+    labels.csv in the folder beside each dataset"""
+    judge: str | None = None
+    """a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool), which the labels are about;
+    default: the task of the dataset or run"""
+    reward: HeadModel = field(default_factory=HeadModel)
+    render: Pictures = field(default_factory=Pictures)
+
+    def __call__(self):
+        parts = []
+        for path in self.dataset:
+            data = datasets.load_dataset(path, self)
+            task = task_of(self.judge, data.args, path)
+            self.render.apply(data.args)
+            parts.append((data, task, self.labels or str(data.folder / "labels.csv")))
+        self.reward.clip_model = self.reward.clip_model or parts[0][0].args.clip_model
+        fit.fit(parts, self.reward, self.out, self.judge)
+
+
+COMMANDS = Landscape, Prompts, Collect, Epic, Sheet, Success, Label, Fit, Page
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ class Args(RunArgs):
     """entropy coefficient; with --autotune its initial value"""
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.baseline_prompt and self.env_id.startswith("Humanoid"):
             self.baseline_prompt = ("a humanoid robot",)
 

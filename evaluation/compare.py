@@ -112,7 +112,7 @@ def prompts(data, task, labels, reward, out, judge=None):
     say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png (by the best row, ten states")
     say("each: highest rewards, highest of those not good, lowest of the good)")
     found = {"target_prompt": best["prompt"], "reward_alpha": best["reward_alpha"]}
-    found |= {"clip_model": best["model"], "clip_precision": reward.clip_precision}
+    found["clip_model"] = best["model"]
     found["baseline_prompt"] = models[0].baseline_prompt if best["reward_alpha"] else ()
     found["judge"] = judge
     if task.name in judges.HUMANOID and best["prompt"] != task.target_prompt:

@@ -68,7 +68,8 @@ def write_page(folder):
     last = [f"{tag[7:]} {scalars[tag][1][-1]:.4g}" for tag in tags if tag in scalars]
     try:
         total, prompts, judge = (flags[x] for x in ("total_timesteps", "target_prompt", "judge"))
-        goal, task = ", ".join(prompts + flags["target_image"]), flags["env_id"]
+        task, head = flags["env_id"], flags.get("reward_head", "").partition("#")[0]
+        goal = ", ".join([*prompts, *flags["target_image"], *filter(None, [head])])
         goal = goal if flags["reward"] == "clip" else f"the reward of {task} itself"
         resume = ["python", Path(flags["script"]).name, "--resume", str(folder)]
         resume += ["--total-timesteps", str(2 * total)] * (steps >= total)

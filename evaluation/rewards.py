@@ -24,6 +24,7 @@ class Rewards(clip_reward.RewardArgs):
     """Each picture is embedded once by each model. Prompts that are not given are the task's."""
 
     reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
+    reward_head: tyro.conf.Suppress[str] = ""
     reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()  # the first GPU, or the CPU
     worker_timeout: tyro.conf.Suppress[int] = 600
     reward_alpha: Alphas = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -58,6 +59,24 @@ class Prompts(Rewards):
     """strengths of goal-baseline regularisation to compare"""
 
 
+@dataclass
+class HeadModel(clip_reward.RewardArgs):
+    """The model whose embeddings a head is fitted to."""
+
+    target_prompt: tuple[str, ...] = ()
+    """words to compare the head with; default: the task's"""
+    clip_model: str | None = None
+    """as in training; default: the model of the dataset's run"""
+    baseline_prompt: tyro.conf.Suppress[tuple[str, ...]] = ()
+    target_image: tyro.conf.Suppress[tuple[str, ...]] = ()
+    reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
+    reward_head: tyro.conf.Suppress[str] = ""
+    reward_alpha: tyro.conf.Suppress[float] = 0.0
+    reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()
+    worker_timeout: tyro.conf.Suppress[int] = 600
+    compile: tyro.conf.Suppress[bool] = False
+
+
 class Variants(torch.nn.Module):
     """The reward of every view for every goal and alpha: frames as in CLIPReward -> [B, V, goals,
     alphas] float32. A goal is a tuple of prompts, which are averaged as in training."""
@@ -65,7 +84,7 @@ class Variants(torch.nn.Module):
     def __init__(self, device, args: clip_reward.RewardArgs, goals, alphas):
         super().__init__()
         args.check_speed(device)
-        clip = clip_reward.load_clip(args.clip_model, device, args.clip_precision)
+        clip = clip_reward.load_clip(args.clip_model, device)
         scene = args.baseline_prompt, max(alphas), args.target_image
         self.alphas = alphas
         self.rewards = [clip_reward.CLIPReward(clip, goal, *scene) for goal in goals]
@@ -83,8 +102,25 @@ class Variants(torch.nn.Module):
 def score(model: clip_reward.RewardArgs, goals, alphas, args, states):
     """Draw states [N, S] as a script does with `args` and score them on one device -> [N, V, goals,
     alphas] float32."""
-    make_renderer = functools.partial(script_of(args).make_renderer, args)
     make_reward = functools.partial(Variants, args=model, goals=goals, alphas=alphas)
+    return through(make_reward, model, args, states)
+
+
+def embed(model: clip_reward.RewardArgs, args, states):
+    """Draw states [N, S] as a script does with `args` and embed them on one device -> [N, V, D]
+    float32 unit-norm, and the LoadedCLIP."""
+    device = model.devices()[0]
+    model.check_speed(device)
+    clip = clip_reward.load_clip(model.clip_model, device)
+    embedder = clip_reward.CLIPEmbedder(clip)
+    found = through(lambda _: embedder.embed_images, model, args, states)
+    return found.reshape(len(states), -1, found.shape[-1]), clip
+
+
+def through(make_reward, model, args, states):
+    """Draw states [N, S] as a script does with `args` -> what `make_reward` (as for a Scorer) makes
+    of them, on the first of the model's devices."""
+    make_renderer = functools.partial(script_of(args).make_renderer, args)
     size = max(1, model.clip_batch_size // args.views)
     starts = tqdm(range(0, len(states), size), f"{size} states each", disable=None)
     scorer = clip_reward.Scorer(make_renderer, make_reward, model.devices()[0])

@@ -9,7 +9,7 @@ The paper's tasks, two runs per GPU, on all machines of a Ray cluster that have 
 same place and share the folder of --out. Flags that are not the sweep's go to every run:
 
     python examples/sweep.py --tasks kneeling lotus splits --seeds 1 2 3 4 --gpus-per-run 0.5 \
-        --out /shared/sweep --clip-precision bf16
+        --out /shared/sweep --compile
 
 --out gets a folder TASK/PROMPT/SEED with each run and its console.txt, and for each task the curves
 of its prompts (benchmarks/plot_runs.py). Ctrl-C ends every run with a checkpoint; the same command

@@ -72,7 +72,8 @@ BOTH = """
 --clip-model local-dir:/nowhere             | open_clip_config.json
 --clip-model local-dir:{folder}             | open_clip_config.json
 --clip-model hf-hub:no/such                 | needs a CUDA GPU
---clip-precision fp8                        | --clip-precision
+--reward-head /nowhere.safetensors          | --reward-head No such file
+--reward-head {readme}                      | not made by eval_epic.py fit
 --clip-batch-size 0                         | clip_batch_size
 --reward-devices cuda:99                    | cuda:99
 --reward-devices gpu                        | gpu

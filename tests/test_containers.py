@@ -150,7 +150,8 @@ def names(requirements):
     return {name.lower() for name in re.findall(r"^[\w-]+", requirements, re.M)}
 
 
-SCRIPTS = "clip_reward egl_render sac_clip_humanoid dqn_clip_classic eval_epic warp_render".split()
+SCRIPTS = "clip_reward egl_render sac_clip_humanoid dqn_clip_classic eval_epic".split()
+SCRIPTS += ["reward_head", "warp_render"]
 FOLDERS = ["environments", "evaluation", "scenes", "tiny_clip", "training"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -187,7 +188,7 @@ def test_the_image_has_every_package_that_is_needed_and_no_other():
     extras = PROJECT["project"]["optional-dependencies"]
     used = imported([*(ROOT / f"{name}.py" for name in SCRIPTS), *folders]) - {"gradio"}
     used |= names("\n".join(extras["warp"]))
-    with_others = {"pyopengl", "pygame-ce", "timm", "safetensors"}  # what needs them brings them
+    with_others = {"pyopengl", "pygame-ce", "timm", "threadpoolctl"}  # what needs them brings them
     assert used - with_others <= kept
     assert kept - used <= {"transformers", "pandas", "pyarrow"}  # of tokenizers and of Ray Tune
     library = names("\n".join([*PROJECT["project"]["dependencies"]]))
@@ -204,8 +205,9 @@ def test_a_wheel_is_the_library_and_its_data():
     code = {source: target for source, target in wheel.items() if target.endswith(".py")}
     library = SCRIPTS[:2]
     packages = {f"{name}.py": f"{name}/__init__.py" for name in library}
-    assert code == packages | {"warp_render.py": "warp_render.py"}
-    assert {target.partition("/")[0] for target in wheel.values()} == {*library, "warp_render.py"}
+    single = {"warp_render.py", "reward_head.py"}
+    assert code == packages | {name: name for name in single}
+    assert {target.partition("/")[0] for target in wheel.values()} == {*library, *single}
     for source in (ROOT / "scenes").glob("*.png"):
         assert wheel[f"scenes/{source.name}"] == f"egl_render/scenes/{source.name}"
     assert "scripts" not in PROJECT["project"]

@@ -12,6 +12,7 @@ from helpers import ROOT, TINY
 import clip_reward
 import egl_render
 import sac_clip_humanoid as sac
+from clip_reward import CLIPEmbedder, load_clip
 from tiny_clip import poses
 from training.workers import Pool
 from warp_render import WarpRenderer
@@ -26,19 +27,17 @@ def states():
     return helpers.humanoid_states(70)
 
 
-def flags(device, **more):
+def flags(device):
     words = {"target_prompt": ("a humanoid robot kneeling",), "clip_model": TINY}
-    return sac.Args(**words, render_size=64, renderer="warp", reward_devices=(device,), **more)
+    return sac.Args(**words, render_size=64, renderer="warp", reward_devices=(device,))
 
 
 @EACH
 def test_a_model_gives_the_embeddings_of_float32_on_the_cpu(device, states):
     frames = WarpRenderer(egl_render.textured_model(poses.HUMANOID_XML), 64).render(states)
-    exact = clip_reward.make_clip_reward(flags("cpu"), "cpu").embed_images(frames)
+    exact = CLIPEmbedder(load_clip(TINY)).embed_images(frames)
     for precision, tolerance in (("fp32", 1e-4), ("auto", 5e-3), ("bf16", 3e-2)):
-        args = flags(device, clip_precision=precision)
-        reward = clip_reward.make_clip_reward(args, device)
-        embeddings = reward.embed_images(frames)
+        embeddings = CLIPEmbedder(load_clip(TINY, device, precision)).embed_images(frames)
         assert embeddings.device == torch.device(device) and embeddings.dtype == torch.float32
         torch.testing.assert_close(embeddings.cpu(), exact, atol=tolerance, rtol=0)
 

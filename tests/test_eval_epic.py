@@ -992,7 +992,7 @@ def test_the_command_of_prompts_trains_what_was_measured(tmp_path, capsys, monke
     monkeypatch.chdir(tmp_path)
     seen = {"camera_distance": 2.5, "camera_lookat": (0.0, 0.0, 0.8), "textured": False}
     reward = {"baseline_prompt": ("it's a 'scene'",), "reward_alpha": (0.25,)}
-    reward |= {"target_prompt": ('the "robot"',), "clip_precision": "fp32"}
+    reward |= {"target_prompt": ('the "robot"',)}
     words = {"task": "kneeling", "per_pose": 3, "out": tmp_path / "p"}
     prompts(reward, seen | {"camera_azimuth": (-120.0,)}, **words)
     (row,) = read_table(tmp_path / "p_kneeling/prompts.csv")

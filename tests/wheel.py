@@ -61,10 +61,11 @@ def main(python, folder):
     (record,) = folder.glob("venv/lib/*/site-packages/clip_reward-*/RECORD")
     files = [row[0] for row in csv.reader(record.open())]
     tops = {name.partition("/")[0] for name in files} - {record.parent.name}
-    wanted = {"clip_reward", "egl_render", "warp_render.py"}
+    wanted = {"clip_reward", "egl_render", "reward_head.py", "warp_render.py"}
     assert tops - {"__pycache__"} == wanted, "no commands, and no name that others may use"
     code = [name for name in files if name.endswith(".py")]
-    assert code == ["clip_reward/__init__.py", "egl_render/__init__.py", "warp_render.py"]
+    modules = ["clip_reward/__init__.py", "egl_render/__init__.py", "reward_head.py"]
+    assert code == [*modules, "warp_render.py"]
     there = run(bin / "pip", "list").lower()
     for name in "wandb matplotlib tensorboard tyro ray gradio scipy".split():
         assert not re.search(rf"^{name} ", there, re.M), f"{name} is installed to score a picture"

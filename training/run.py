@@ -279,7 +279,8 @@ class Run:
         """Make runs/<env>__<goal>__<script>__<seed>__<time>, with _2, .. appended if that is taken.
         The goal is a few words of the prompt, without those of the baseline."""
         args = self.args
-        goal = (*args.target_prompt, *map(lambda x: Path(x).stem, args.target_image), "")[0]
+        files = *args.target_image, args.reward_head
+        goal = (*args.target_prompt, *(Path(x).stem for x in files if x), "")[0]
         for words in args.baseline_prompt:
             goal = goal.removeprefix(words)
         goal = re.sub(r"\W+", "_", goal)[:40].strip("_") if args.reward == "clip" else args.reward

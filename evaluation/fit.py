@@ -1,0 +1,196 @@
+"""Fit a reward head to labels: logistic regression on embeddings of pictures, cross-validated."""
+
+import functools
+import warnings
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+
+from clip_reward import CLIPReward, UsageError, first_line
+from evaluation import figures
+from evaluation.compare import training_command, words_for
+from evaluation.datasets import two_classes
+from evaluation.metrics import auc, interval
+from evaluation.rewards import HeadModel, embed
+from evaluation.runs import make_scorer
+from reward_head import FLAGS, Head, load_head
+from training.run import say, write
+
+STRENGTHS = 10.0 ** np.arange(-1, 4)  # C of the logistic regression
+SIZES = 25, 50, 100, 200  # numbers of labels of the learning curve
+
+
+class Labelled:
+    """Features [K, D] float64, labels [K] bool (good or not) and episodes [K] of states."""
+
+    def __init__(self, features, good, episodes):
+        self.features, self.good, self.episodes = features, good, episodes
+
+    def __getitem__(self, rows):
+        return Labelled(self.features[rows], self.good[rows], self.episodes[rows])
+
+    def __len__(self):
+        return len(self.good)
+
+    def folds(self):
+        """Split into up to five folds of whole episodes -> [(rows to fit, rows held out)]. Raises
+        UsageError unless good states and others are in at least two episodes each."""
+        from sklearn.model_selection import StratifiedGroupKFold  # takes a second
+
+        fewest = min(len(np.unique(self.episodes[self.good == kind])) for kind in (True, False))
+        if fewest < 2:
+            problem = "there must be good states, and others, in at least two episodes each"
+            raise UsageError(f"{len(self)} labels are too few: {problem}")
+        split = StratifiedGroupKFold(min(5, fewest), shuffle=True, random_state=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of folds with one kind only
+            pairs = list(split.split(self.good, self.good, self.episodes))
+        return [(rows, out) for rows, out in pairs if 0 < self.good[rows].sum() < len(rows)]
+
+    def held_out(self, fit):
+        """Return the logit of each label [K] by `fit` (Labelled -> weight, bias) of the other
+        folds, NaN where these are too few."""
+        logits = np.full(len(self), np.nan)
+        for rows, out in self.folds():
+            try:
+                weight, bias = fit(self[rows])
+            except UsageError:
+                continue
+            logits[out] = self.features[out] @ weight + bias
+        return logits
+
+    def auc(self, logits):
+        """Return the AUC of logits [K], without the NaN among them."""
+        known = np.isfinite(logits)
+        return auc(logits[known], self.good[known])
+
+
+def logistic(features, good, strength=1.0):
+    """Fit a logistic regression in which both kinds weigh the same -> weight [D], bias."""
+    from sklearn.linear_model import LogisticRegression  # takes a second
+
+    model = LogisticRegression(C=strength, class_weight="balanced", max_iter=5000)
+    middle = features.mean(0)  # without which it takes ten times as long
+    (weight,), (bias,) = model.fit(features - middle, good).coef_, model.intercept_
+    return weight, bias - weight @ middle
+
+
+def fit_head(labelled):
+    """Fit a Labelled -> weight [D], bias. Raises UsageError as `folds` does.
+
+    The strength is the one whose held-out logits rank the labels best. A second regression, on
+    these logits, says how far they can be trusted (Platt 1999): without it a head that ranks well
+    is sure of everything, and a reward of zeros and ones shows no way.
+    """
+
+    def fit_with(strength):
+        return lambda part: logistic(part.features, part.good, strength)
+
+    trials = [labelled.held_out(fit_with(strength)) for strength in STRENGTHS]
+    best = int(np.nanargmax([labelled.auc(logits) for logits in trials]))
+    known = np.isfinite(trials[best])
+    weight, bias = fit_with(STRENGTHS[best])(labelled)
+    (scale,), shift = logistic(trials[best][known, None], labelled.good[known])
+    return weight * scale, bias * scale + shift
+
+
+def learning_curve(labelled, repeats=3):
+    """Return {number of labels: mean AUC of held-out labels}, fitted to as many labels of the other
+    folds as there would be if so few had been given, drawn at random."""
+
+    def fit_few(part, rng, share):
+        return fit_head(part[rng.permutation(len(part))[: round(len(part) * share)]])
+
+    curve = {}
+    for size in [size for size in SIZES if size <= len(labelled)]:
+        share, found = size / len(labelled), []
+        for rng in map(np.random.default_rng, range(repeats)):
+            few = functools.partial(fit_few, rng=rng, share=share)
+            found.append(labelled.auc(labelled.held_out(few)))
+        found = np.array(found)[np.isfinite(found)]
+        curve[size] = found.mean() if len(found) else np.nan
+    return curve
+
+
+def fit(parts, model, out, judge=None):
+    """Fit a head to the labels of datasets and write it to `out`. Print its AUC beside that of the
+    words, the learning curve, and the command that trains with it; draw its worst errors.
+
+    Args:
+        parts: [(Dataset, judges.Task or None, labels as in `labels_of`)].
+        model: RewardArgs of the model to embed with, and of the words to compare with.
+        judge: the flag --judge of the command.
+    """
+    if out.exists():
+        raise UsageError(f"--out {out} exists already; choose another name")
+    data, task, _ = parts[0]
+    flags = {name: vars(data.args)[name] for name in FLAGS} | {"clip_model": model.clip_model}
+    states, embeddings, truth, episodes = [], [], [], []
+    for part, about, labels in parts:
+        for name in FLAGS[1:]:  # all but the model
+            if vars(part.args)[name] != flags[name]:
+                raise UsageError(f"{part.path} and {data.path} differ in {name}")
+        rows, values = two_classes(labels, part, about)
+        states.append(part.states[rows])
+        truth.append(values > values.mean())
+        episodes += [f"{part.path} {episode}" for episode in part.episode[rows]]
+    states, good = np.concatenate(states), np.concatenate(truth)
+    embeddings, clip = embed(model, data.args, states)  # [K, V, D]
+    features = embeddings.reshape(len(states), -1).astype(np.float64)
+    labelled = Labelled(features, good, np.unique(episodes, return_inverse=True)[1])
+    import sklearn.linear_model  # noqa: F401  (the limit is one of libraries that are loaded)
+
+    with threadpool_limits(1):  # many small products: beside other work threads only wait
+        (weight, bias), logits = fit_head(labelled), labelled.held_out(fit_head)
+        curve = learning_curve(labelled)
+    known = labelled[np.isfinite(logits)]
+    found = interval(auc, logits[np.isfinite(logits)], known.good, known.episodes)
+    say(f"{len(good)} labels in {len(np.unique(labelled.episodes))} episodes, {good.sum()} good")
+    say("AUC (95 % interval), the head's on episodes that were held out:")
+    say("    {:.3f} ({:.3f} to {:.3f})  the head".format(*found))
+    prompts, _ = words_for(data, task)
+    if prompts := model.target_prompt or prompts:
+        words = CLIPReward(clip, prompts).reward(torch.from_numpy(embeddings)).numpy()
+        beside = interval(auc, words, good, labelled.episodes)
+        say("    {:.3f} ({:.3f} to {:.3f})  ".format(*beside) + f'"{", ".join(prompts)}"')
+    say(*(f"    {value:.3f}  the head of {size} labels" for size, value in curve.items()))
+    counts = {"good": int(good.sum()), "other": int((~good).sum())}
+    about = {"flags": flags, "labels": counts, "task": task and task.name, "auc": found[0]}
+    tensors = (torch.tensor(x, dtype=torch.float32) for x in (weight, np.atleast_1d(bias)))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write(out, Head(*tensors, about).to_bytes())
+    # by how much a label was missed, the worst first, 20 of each kind
+    misses = np.nan_to_num(np.where(good, -logits, logits), nan=-np.inf)
+    worst = [k for kind in (True, False) for k in order_of(misses, good == kind)[:20]]
+    with closing(make_scorer(data.args)) as scorer:
+        frames = scorer.render(states[worst], 120)
+    chances = (f"{1 / (1 + np.exp(-logits[k])):.2f}" for k in worst)
+    sheet = out.with_suffix(".png")
+    figures.write_sheet(sheet, map(figures.framed, frames, chances, good[worst]))
+    say(f"wrote {out}, and its worst errors: {sheet} (green: labelled good)")
+    wanted = {"reward_head": str(out), "clip_model": model.clip_model, "judge": judge}
+    wanted |= {"target_prompt": (), "baseline_prompt": ()}
+    say("train with it:", f"    {training_command(data.args, wanted)}")
+
+
+def order_of(values, chosen):
+    """Return the rows where `chosen` [K] holds, the largest value [K] first."""
+    rows = np.flatnonzero(chosen)
+    return rows[np.argsort(-values[rows], kind="stable")]
+
+
+def least_sure(path, data):
+    """Return the rows of a Dataset, those first of which the head at `path` is least sure. It sees
+    them by its own cameras. Raises UsageError."""
+    try:
+        head = load_head(str(path), {"env_id": data.args.env_id})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--uncertain {first_line(error)}") from error
+    flags = dict(head.about["flags"])
+    model = HeadModel(clip_model=flags.pop("clip_model"))
+    embeddings, _ = embed(model, replace(data.args, **flags), data.states)
+    chances = head(torch.from_numpy(embeddings))
+    return torch.argsort((chances - 0.5).abs(), stable=True).tolist()

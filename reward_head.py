@@ -1,0 +1,92 @@
+"""A reward from labels: the probability that a state is good, by logistic regression on CLIP's
+embeddings of its pictures. `eval_epic.py fit` writes the file, `--reward-head FILE` learns from it.
+
+The file is safetensors: "weight" [V * D] and "bias" [1] float32; its metadata has under "head", as
+JSON, what they were fitted to: model, task and cameras by the names of their flags ("flags"), and
+the counts of labels ("labels").
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+# what a head and the run that uses it have to have in common
+FLAGS = (
+    "clip_model env_id textured camera_azimuth camera_distance camera_elevation camera_lookat"
+).split()
+
+
+class Head(torch.nn.Module):
+    """Logistic regression on the unit-norm embeddings of all V views of a state.
+
+    Args:
+        weight, bias: [V * D] and [1] float32.
+        about: {"flags": {name: value}, "labels": {"good": int, "other": int}, ..}, for the file.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, about: dict[str, Any]) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        self.about = about
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Embeddings [B, D] or [B, V, D] float32 -> probabilities [B] float32."""
+        return torch.sigmoid(embeddings.flatten(1) @ self.weight + self.bias)
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the head's file."""
+        return save(self.state_dict(), {"head": json.dumps(self.about)})
+
+
+class HeadReward(torch.nn.Module):
+    """Frames -> the head's probability [B] float32; with `mixed`, the mean of that and the reward
+    of `clip`, a clip_reward.CLIPReward. Otherwise a CLIPEmbedder will do."""
+
+    def __init__(self, clip: Any, head: Head, mixed: bool = False) -> None:
+        super().__init__()
+        self.clip, self.head, self.mixed = clip, head.to(clip.device), mixed
+
+    def forward(self, frames: Any) -> torch.Tensor:
+        embeddings = self.clip.embed_images(frames)
+        rewards = self.head(embeddings)
+        return (rewards + self.clip.reward(embeddings)) / 2 if self.mixed else rewards
+
+
+def with_hash(name: str) -> str:
+    """Return FILE as ABSOLUTE_PATH#SHA256, as args.json keeps it. What is no file's name stays."""
+    path = Path(name).resolve()
+    if not path.is_file():
+        return name
+    return f"{path}#{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
+    """Load FILE or FILE#SHA256; "" is none. Raises OSError or ValueError for a file that is
+    missing, damaged, no head, not the one of the hash, or fitted with other `flags`."""
+    if not name:
+        return None
+    path, _, digest = name.partition("#")
+    if digest and with_hash(path) != name:
+        raise ValueError(f"{path} is missing or has changed since the run began")
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["head"])
+            head = Head(file.get_tensor("weight"), file.get_tensor("bias"), about)
+            wanted = {name: about["flags"][name] for name in FLAGS}
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged, or not made by eval_epic.py fit") from error
+    for name, value in json.loads(json.dumps(flags or {}, default=str)).items():
+        if value != wanted.get(name, value):
+            was, now = (re.sub(r'[][",]|\.0', "", json.dumps(x)) for x in (wanted[name], value))
+            raise ValueError(f"{path} was fitted with {name.replace('_', ' ')} {was}, not {now}")
+    return head
