@@ -36,9 +36,9 @@ def grid(cells, columns):
     return np.concatenate([np.concatenate(row, 1) for row in rows])
 
 
-def write_sheet(path, cells):
-    """Write a contact sheet of pictures as from `framed`, as PNG, ten in a row."""
-    Image.fromarray(grid(list(cells), 10)).save(path)
+def write_sheet(path, cells, columns=10):
+    """Write a contact sheet of pictures as from `framed`, as PNG."""
+    Image.fromarray(grid(list(cells), columns)).save(path)
 
 
 # An episode is (frames [T, H, W, 3] uint8, steps [T] 1 or 0, success).

@@ -169,7 +169,8 @@ def fit(parts, model, out, judge=None):
         frames = scorer.render(states[worst], 120)
     chances = (f"{1 / (1 + np.exp(-logits[k])):.2f}" for k in worst)
     sheet = out.with_suffix(".png")
-    figures.write_sheet(sheet, map(figures.framed, frames, chances, good[worst]))
+    columns = 4 if data.args.views > 1 else 10
+    figures.write_sheet(sheet, map(figures.framed, frames, chances, good[worst]), columns)
     say(f"wrote {out}, and its worst errors: {sheet} (green: labelled good)")
     wanted = {"reward_head": str(out), "clip_model": model.clip_model, "judge": judge}
     wanted |= {"target_prompt": (), "baseline_prompt": ()}
