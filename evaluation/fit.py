@@ -1,6 +1,7 @@
 """Fit a reward head to labels: logistic regression on embeddings of pictures, cross-validated."""
 
 import functools
+import math
 import warnings
 from contextlib import closing
 from dataclasses import replace
@@ -185,7 +186,11 @@ def order_of(values, chosen):
 
 def least_sure(path, data):
     """Return the rows of a Dataset, those first of which the head at `path` is least sure. It sees
-    them by its own cameras. Raises UsageError."""
+    them by its own cameras. Raises UsageError.
+
+    A head weighs good states and others the same. Here they are as rare as among its labels, which
+    moves its even chance to higher values: twice as many of the states asked are good.
+    """
     try:
         head = load_head(str(path), {"env_id": data.args.env_id})
     except (OSError, ValueError) as error:
@@ -193,5 +198,6 @@ def least_sure(path, data):
     flags = dict(head.about["flags"])
     model = HeadModel(clip_model=flags.pop("clip_model"))
     embeddings, _ = embed(model, replace(data.args, **flags), data.states)
-    chances = head(torch.from_numpy(embeddings))
-    return torch.argsort((chances - 0.5).abs(), stable=True).tolist()
+    logits = torch.logit(head(torch.from_numpy(embeddings)).double(), eps=1e-9)
+    odds = head.about["labels"]["good"] / head.about["labels"]["other"]
+    return torch.argsort((logits + math.log(odds)).abs(), stable=True).tolist()
