@@ -129,7 +129,7 @@ def fit(parts, model, out, judge=None):
         raise UsageError(f"--out {out} exists already; choose another name")
     data, task, _ = parts[0]
     flags = {name: vars(data.args)[name] for name in FLAGS} | {"clip_model": model.clip_model}
-    states, embeddings, truth, episodes = [], [], [], []
+    states, names, truth, episodes = [], [], [], []
     for part, about, labels in parts:
         for name in FLAGS[1:]:  # all but the model
             if vars(part.args)[name] != flags[name]:
@@ -137,6 +137,7 @@ def fit(parts, model, out, judge=None):
         rows, values = two_classes(labels, part, about)
         states.append(part.states[rows])
         truth.append(values > values.mean())
+        names += [f"{part.path.stem} {row}" for row in rows]  # as in the file of labels
         episodes += [f"{part.path} {episode}" for episode in part.episode[rows]]
     states, good = np.concatenate(states), np.concatenate(truth)
     embeddings, clip = embed(model, data.args, states)  # [K, V, D]
@@ -168,7 +169,7 @@ def fit(parts, model, out, judge=None):
     worst = [k for kind in (True, False) for k in order_of(misses, good == kind)[:20]]
     with closing(make_scorer(data.args)) as scorer:
         frames = scorer.render(states[worst], 120)
-    chances = (f"{1 / (1 + np.exp(-logits[k])):.2f}" for k in worst)
+    chances = (f"{1 / (1 + np.exp(-logits[k])):.2f} {names[k]}" for k in worst)
     sheet = out.with_suffix(".png")
     columns = 4 if data.args.views > 1 else 10
     figures.write_sheet(sheet, map(figures.framed, frames, chances, good[worst]), columns)
