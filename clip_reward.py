@@ -121,7 +121,7 @@ class RewardArgs:
         try:
             load_head(self.reward_head, vars(self))
         except (OSError, ValueError) as error:
-            raise UsageError(f"--reward-head {first_line(error)}") from error
+            raise UsageError(f"--reward-head {error}") from error
         for path in self.target_image:
             load_image(path)
         resolve(self.clip_model)

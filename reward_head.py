@@ -75,8 +75,8 @@ def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
     missing, damaged, no head, not the one of the hash, or fitted with other `flags`."""
     if not name:
         return None
-    path, _, digest = name.partition("#")
-    if digest and with_hash(path) != name:
+    path = re.sub("#[0-9a-f]{64}$", "", name)
+    if path != name and with_hash(path) != name:
         raise ValueError(f"{path} is missing or has changed since the run began")
     try:
         with safe_open(path, "pt") as file:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from clip_reward import CLIPReward, UsageError, first_line
+from clip_reward import CLIPReward, UsageError
 from evaluation import figures
 from evaluation.compare import training_command, words_for
 from evaluation.datasets import two_classes
@@ -195,7 +195,7 @@ def least_sure(path, data):
     try:
         head = load_head(str(path), {"env_id": data.args.env_id})
     except (OSError, ValueError) as error:
-        raise UsageError(f"--uncertain {first_line(error)}") from error
+        raise UsageError(f"--uncertain {error}") from error
     flags = dict(head.about["flags"])
     model = HeadModel(clip_model=flags.pop("clip_model"))
     embeddings, _ = embed(model, replace(data.args, **flags), data.states)
