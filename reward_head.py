@@ -39,9 +39,13 @@ class Head(torch.nn.Module):
         self.register_buffer("bias", bias)
         self.about = about
 
+    def logits(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Embeddings [B, D] or [B, V, D] float32 -> logits [B] float32."""
+        return embeddings.flatten(1) @ self.weight + self.bias
+
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Embeddings [B, D] or [B, V, D] float32 -> probabilities [B] float32."""
-        return torch.sigmoid(embeddings.flatten(1) @ self.weight + self.bias)
+        """Embeddings as in `logits` -> probabilities [B] float32."""
+        return torch.sigmoid(self.logits(embeddings))
 
     def to_bytes(self) -> bytes:
         """Return the content of the head's file."""
@@ -87,6 +91,6 @@ def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
         raise ValueError(f"{path} is damaged, or not made by eval_epic.py fit") from error
     for name, value in json.loads(json.dumps(flags or {}, default=str)).items():
         if value != wanted.get(name, value):
-            was, now = (re.sub(r'[][",]|\.0', "", json.dumps(x)) for x in (wanted[name], value))
+            was, now = (re.sub(r'[][",]|\.0\b', "", json.dumps(x)) for x in (wanted[name], value))
             raise ValueError(f"{path} was fitted with {name.replace('_', ' ')} {was}, not {now}")
     return head

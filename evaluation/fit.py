@@ -166,7 +166,8 @@ def fit(parts, model, out, judge=None):
     write(out, Head(*tensors, about).to_bytes())
     # by how much a label was missed, the worst first, 20 of each kind
     misses = np.nan_to_num(np.where(good, -logits, logits), nan=-np.inf)
-    worst = [k for kind in (True, False) for k in order_of(misses, good == kind)[:20]]
+    order = np.argsort(-misses, kind="stable")
+    worst = np.concatenate([order[good[order]][:20], order[~good[order]][:20]])
     with closing(make_scorer(data.args)) as scorer:
         frames = scorer.render(states[worst], 120)
     chances = (f"{1 / (1 + np.exp(-logits[k])):.2f} {names[k]}" for k in worst)
@@ -177,12 +178,6 @@ def fit(parts, model, out, judge=None):
     wanted = {"reward_head": str(out), "clip_model": model.clip_model, "judge": judge}
     wanted |= {"target_prompt": (), "baseline_prompt": ()}
     say("train with it:", f"    {training_command(data.args, wanted)}")
-
-
-def order_of(values, chosen):
-    """Return the rows where `chosen` [K] holds, the largest value [K] first."""
-    rows = np.flatnonzero(chosen)
-    return rows[np.argsort(-values[rows], kind="stable")]
 
 
 def least_sure(path, data):
@@ -199,6 +194,6 @@ def least_sure(path, data):
     flags = dict(head.about["flags"])
     model = HeadModel(clip_model=flags.pop("clip_model"))
     embeddings, _ = embed(model, replace(data.args, **flags), data.states)
-    logits = torch.logit(head(torch.from_numpy(embeddings)).double(), eps=1e-9)
+    logits = head.logits(torch.from_numpy(embeddings))
     odds = head.about["labels"]["good"] / head.about["labels"]["other"]
     return torch.argsort((logits + math.log(odds)).abs(), stable=True).tolist()
