@@ -300,16 +300,27 @@ class Label(OnDataset):
     """how many to label, in random order: a fair sample at any time; default: all"""
     uncertain: Path | None = None
     """file of a head: ask first for the frames that it is least sure of, instead"""
+    likely: str | None = None
+    """a model, such as local-dir:tiny_clip: ask first for the frames that it scores highest by the
+    task's words, instead; for poses that are rare in the dataset"""
 
-    def __call__(self):
+    def session(self):
+        """Return the label_page.Session, with a folder for its file of answers."""
+        if (self.uncertain or self.likely) and self.unit == "episode":
+            raise UsageError("--uncertain and --likely are about frames, not --unit episode")
         data, task = self.load()
+        order = None
+        if self.uncertain:
+            order = fit.least_sure(self.uncertain, data)
+        elif self.likely:
+            order = fit.most_likely(self.likely, data, task)
         path = Path(self.labels or data.folder / "labels.csv")
-        if self.uncertain and self.unit == "episode":
-            raise UsageError("--uncertain is about frames, not --unit episode")
-        order = fit.least_sure(self.uncertain, data) if self.uncertain else None
         session = label_page.Session(data, task, self.unit, path, self.count, order)
         path.parent.mkdir(parents=True, exist_ok=True)
-        label_page.serve(session)
+        return session
+
+    def __call__(self):
+        label_page.serve(self.session())
 
 
 @dataclass(kw_only=True)

@@ -1,39 +1,29 @@
 """Label a dataset as a person would who errs now and then: a judge presses the keys of the
-labelling page, and 5 % of its answers are wrong.
+labelling page, and 5 % of its answers are wrong. The flags are those of `eval_epic.py label`.
 
-    python eval_epic.py collect --source poses --out data/one.npz
-    python benchmarks/labels.py --dataset data/one.npz --judge splits --count 100
-    python eval_epic.py fit --dataset data/one.npz --judge splits --out data/head.safetensors
+    python eval_epic.py collect --source poses --render-size 64 --out data/one.npz
+    python benchmarks/labels.py data/one.npz --judge splits --count 100
+    python eval_epic.py fit --dataset data/one.npz --judge splits --out data/head.safetensors \\
+        --clip-model local-dir:tiny_clip
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# isort: off
-import egl_render
+import eval_epic
 
-egl_render.setup_gl()  # before a judge imports mujoco
+# isort: split
 import numpy as np
 import tyro
-
-# isort: on
-from evaluation import datasets, fit, label_page
-from evaluation.runs import Own, task_of
+from pydantic.dataclasses import dataclass
 
 
 @dataclass(kw_only=True)
-class Args(Own):
-    dataset: Path
-    """a file made by eval_epic.py collect"""
-    judge: str | None = None
-    """as in eval_epic.py label"""
-    count: int = 100
+class Args(eval_epic.Label):
+    count: int | None = 100
     """how many answers to give, beside those in the file"""
-    uncertain: Path | None = None
-    """as in eval_epic.py label"""
     errors: float = 0.05
     """share of wrong answers"""
     seed: int = 0
@@ -41,13 +31,10 @@ class Args(Own):
 
 
 def main(args: Args):
-    data = datasets.load_dataset(args.dataset, args)
-    task = task_of(args.judge, data.args, args.dataset)
-    order = fit.least_sure(args.uncertain, data) if args.uncertain else None
-    session = label_page.Session(data, task, "frame", data.folder / "labels.csv", order=order)
-    data.folder.mkdir(parents=True, exist_ok=True)
-    rng, verdicts = np.random.default_rng(args.seed), task.judge(data.states)
-    todo = session.todo()[: args.count]
+    count, args.count = args.count, None
+    session = args.session()
+    rng, verdicts = np.random.default_rng(args.seed), session.task.judge(session.dataset.states)
+    todo = session.todo()[:count]
     for index in todo:
         session.answer(index, bool(verdicts[index] ^ (rng.random() < args.errors)))
     given = np.array([session.answers[index] for index in todo])

@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 from clip_reward import CLIPReward, UsageError
 from evaluation import figures
 from evaluation.compare import training_command, words_for
-from evaluation.datasets import two_classes
+from evaluation.datasets import labels_of
 from evaluation.metrics import auc, interval
 from evaluation.rewards import HeadModel, embed
 from evaluation.runs import make_scorer
@@ -134,9 +134,10 @@ def fit(parts, model, out, judge=None):
         for name in FLAGS[1:]:  # all but the model
             if vars(part.args)[name] != flags[name]:
                 raise UsageError(f"{part.path} and {data.path} differ in {name}")
-        rows, values = two_classes(labels, part, about)
+        values, _ = labels_of(labels, part, about)
+        rows = np.flatnonzero(np.isfinite(values))
         states.append(part.states[rows])
-        truth.append(values > values.mean())
+        truth.append(values[rows] > 0)
         names += [f"{part.path.stem} {row}" for row in rows]  # as in the file of labels
         episodes += [f"{part.path} {episode}" for episode in part.episode[rows]]
     states, good = np.concatenate(states), np.concatenate(truth)
@@ -197,3 +198,14 @@ def least_sure(path, data):
     logits = head.logits(torch.from_numpy(embeddings))
     odds = head.about["labels"]["good"] / head.about["labels"]["other"]
     return torch.argsort((logits + math.log(odds)).abs(), stable=True).tolist()
+
+
+def most_likely(name, data, task):
+    """Return the rows of a Dataset, those first that the model `name` scores highest by the words
+    of a judges.Task, or else of the dataset. Raises UsageError."""
+    prompts, _ = words_for(data, task)
+    model = HeadModel(target_prompt=prompts, clip_model=name)
+    model.check_reward()
+    embeddings, clip = embed(model, data.args, data.states)
+    scores = CLIPReward(clip, prompts).reward(torch.from_numpy(embeddings))
+    return torch.argsort(-scores, stable=True).tolist()
