@@ -1,5 +1,6 @@
 """Compare rewards: models, prompts and cameras with labels; alphas along one coordinate."""
 
+import csv
 import itertools
 import os
 import re
@@ -16,7 +17,7 @@ import egl_render
 from environments import classic, judges
 from evaluation import figures
 from evaluation.datasets import results_folder, two_classes, write_csv
-from evaluation.metrics import auc, epic_distance, interval, pearson
+from evaluation.metrics import auc, epic_distance, gap, interval, pearson, spearman
 from evaluation.rewards import count_parameters, score
 from evaluation.runs import make_scorer, script_of
 from training.run import say
@@ -24,7 +25,7 @@ from training.run import say
 
 def compare(data, rows, truth, models, goals, alphas, camera_sets, resamples):
     """Score states of a dataset by every combination -> [{"model", "prompt", "reward_alpha",
-    "camera_azimuth", "auc", "auc_low", "auc_high", "epic", .., "rewards" [K]}].
+    "camera_azimuth", "auc", "auc_low", "auc_high", "epic", .., "gap", .., "rewards" [K]}].
 
     Args:
         rows, truth: which states [K], and their labels [K]; AUC counts those above the mean as
@@ -32,7 +33,7 @@ def compare(data, rows, truth, models, goals, alphas, camera_sets, resamples):
         models: [RewardArgs]; goals and alphas as in `score`; camera_sets: [(number of view, ..)].
     """
     azimuths, good = data.args.camera_azimuth, truth > truth.mean()
-    table, kinds = [], {"auc": (auc, good), "epic": (epic_distance, truth)}
+    table, kinds = [], {"auc": (auc, good), "epic": (epic_distance, truth), "gap": (gap, good)}
     for model in models:
         scores = score(model, goals, alphas, data.args, data.states[rows])  # [K, V, goals, alphas]
         variants = camera_sets, enumerate(goals), enumerate(alphas)
@@ -117,7 +118,30 @@ def prompts(data, task, labels, reward, out, judge=None):
     found["judge"] = judge
     if task.name in judges.HUMANOID and best["prompt"] != task.target_prompt:
         found["judge"] = task.name  # the script knows it only by the paper's prompt
+    say_worth()
     say("train with the best:", f"    {training_command(data.args, found)}")
+
+
+WORTH = Path(__file__).with_name("worth.csv")  # benchmarks/worth.py fills in auc, epic and gap
+
+
+def say_worth():
+    """Print how well such numbers foretold the success of policies that were trained here."""
+    with WORTH.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    tasks, index = np.unique([row["task"] for row in rows], return_inverse=True)
+    say(f"what such numbers were worth: rank correlation with the success of {len(rows)} policies")
+    say(f"(docs/results.md; 95 % interval) over {len(tasks)} tasks | within a task")
+
+    def column(name):
+        values = np.array([float(row[name]) for row in rows])
+        return values, values - (np.bincount(index, values) / np.bincount(index))[index]
+
+    for name, label in ("auc", "AUC"), ("epic", "EPIC distance"), ("gap", "gap to hacked states"):
+        pairs = zip(column(name), column("success"))
+        found = [interval(spearman, *pair, np.arange(len(rows)), 300) for pair in pairs]
+        cells = ("{:+.2f} ({:+.2f} to {:+.2f})".format(*x) for x in found)
+        say(f"    {' | '.join(cells)}  {label}")
 
 
 def recipe(script, env_id):

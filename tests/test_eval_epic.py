@@ -23,6 +23,7 @@ import torch
 import tyro
 from helpers import ROOT, TINY, environment, only_run, run
 from PIL import Image
+from scipy import stats
 
 import clip_reward
 import dqn_clip_classic as dqn
@@ -31,9 +32,9 @@ import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from environments import judges
 from environments.classic import ClassicRenderer
-from evaluation import datasets, figures, rewards
+from evaluation import compare, datasets, figures, rewards
 from evaluation import runs as played
-from evaluation.metrics import auc, epic_distance, interval
+from evaluation.metrics import auc, epic_distance, gap, interval, spearman
 from tiny_clip.data import facing_columns
 
 epic_interval = functools.partial(interval, epic_distance)
@@ -934,6 +935,39 @@ def test_auc_and_its_interval():
         _, low, high = interval(auc, x, good, episodes, 200)
         widths.append(high - low)
     assert widths[0] > 1.5 * widths[1]
+
+
+def test_gap_and_rank_correlation():
+    rng = np.random.default_rng(0)
+    x, y, good = rng.normal(size=95), rng.normal(size=95), rng.random(95) < 0.3
+    others = sorted(x[~good])
+    drawn_to = others[-(len(others) // 10) :]  # a tenth
+    expected = (np.mean(x[good]) - np.mean(drawn_to)) / np.std(x)
+    assert gap(x, good) == pytest.approx(expected) == gap(3 * x - 7, good)
+    assert math.isnan(gap(x, np.ones(95))) and math.isnan(gap(np.ones(95), good))
+    assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic)
+    assert spearman(x, np.exp(x)) == pytest.approx(1)
+
+
+def test_what_looking_was_worth_is_computed_from_the_table(capsys):
+    compare.say_worth()
+    lines = capsys.readouterr().out.splitlines()
+    rows = read_table(compare.WORTH)
+    assert f"the success of {len(rows)} policies" in lines[0] and len(rows) >= 30
+    tasks = np.array([row["task"] for row in rows])
+    assert set(tasks) <= set(judges.HUMANOID)
+    success = np.array([float(row["success"]) for row in rows])
+    for line, name in zip(lines[-3:], ("auc", "epic", "gap")):
+        values = np.array([float(row[name]) for row in rows])
+        found = [float(cell.split()[0]) for cell in line.split("|")]
+        assert found[0] == pytest.approx(stats.spearmanr(values, success).statistic, abs=6e-3)
+        within = [
+            np.concatenate(
+                [x[tasks == task] - x[tasks == task].mean() for task in np.unique(tasks)]
+            )
+            for x in (values, success)
+        ]
+        assert found[1] == pytest.approx(stats.spearmanr(*within).statistic, abs=6e-3)
 
 
 def prompts(reward=(), render=(), **words):

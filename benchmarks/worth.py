@@ -1,0 +1,69 @@
+"""Does looking before training pay? Fill in evaluation/worth.csv: for each row AUC, EPIC distance
+and gap on the states of `eval_epic.py prompts`, beside the success after 64 000 frames that a
+policy reached with that task, prompt, cameras and weights of tiny_clip (a commit of this clone).
+
+    python benchmarks/worth.py --out docs/worth.png
+"""
+
+import csv
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import eval_epic
+
+# isort: split
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+
+from clip_reward import RewardArgs
+from environments import judges
+from evaluation import compare, datasets
+from tiny_clip.data import facing_columns
+
+
+def weights_of(commit, folder):
+    """Write tiny_clip as it was at a commit to a folder -> its name for --clip-model."""
+    folder.mkdir(exist_ok=True)
+    for name in "open_clip_config.json", "open_clip_model.safetensors":
+        command = ["git", "-C", ROOT, "show", f"{commit}:tiny_clip/{name}"]
+        (folder / name).write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
+    return f"local-dir:{folder}"
+
+
+def main(out: Annotated[Path, tyro.conf.arg(help="the figure")]):
+    with compare.WORTH.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    args = eval_epic.args_of("Humanoid-v5")
+    args.render_size = 64
+    data = datasets.Dataset(args, {"source": "prompts"}, **facing_columns(40))
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows:
+            args.camera_azimuth = tuple(map(float, row["camera_azimuth"].split()))
+            truth = judges.TASKS[row["task"]].judge(data.states).astype(float)
+            name = weights_of(row["weights"], Path(folder) / row["weights"])
+            model, goal = RewardArgs(clip_model=name), (row["prompt"],)
+            cameras, every = [tuple(range(len(args.camera_azimuth)))], np.arange(len(data))
+            (found,) = compare.compare(data, every, truth, [model], [goal], [0.0], cameras, 2)
+            row |= {name: f"{found[name]:.4f}" for name in ("auc", "epic", "gap")}
+            print(row["task"], row["weights"], row["success"], row["auc"], row["epic"], row["gap"])
+    datasets.write_csv(compare.WORTH, list(rows[0]), rows)
+    figure = Figure((11, 3.4), layout="constrained")
+    for ax, name in zip(figure.subplots(1, 3, sharey=True), ("auc", "epic", "gap")):
+        for task in judges.HUMANOID:
+            points = [(float(r[name]), float(r["success"])) for r in rows if r["task"] == task]
+            ax.plot(*zip(*points), "o", alpha=0.7, label=task)
+        ax.set(xlabel=name, ylabel="success, %")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right")
+    figure.savefig(out, dpi=90)
+    compare.say_worth()
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
