@@ -135,11 +135,16 @@ def test_verdicts_do_not_depend_on_place_heading_or_company():
 
 
 def test_measure_agrees_with_the_library_on_heights_and_wants_humanoid_states():
-    qpos = poses.sample("kneeling", np.random.default_rng(9), 5)
+    rng = np.random.default_rng(9)
+    qpos = np.concatenate([poses.sample(name, rng, 5) for name in ("kneeling", "lying_back")])
     facts, reference = judges.measure(qpos), poses.describe(qpos)
+    low = reference["trunk"] < judges.REACH - 0.01
+    assert low.sum() >= 5
+    np.testing.assert_allclose(facts["trunk"][low], reference["trunk"][low], atol=1e-6)
     for name in ("up", "head", "pelvis"):
         np.testing.assert_allclose(facts[name], reference[name], atol=1e-9)
     for i, side in enumerate(judges.SIDES):
+        np.testing.assert_allclose(facts["bend"][:, i], reference[f"{side}_bend"], atol=1e-9)
         foot = reference[f"{side}_foot"]
         near = foot < judges.REACH - 0.01
         np.testing.assert_allclose(facts["foot"][near, i], foot[near], atol=1e-6)

@@ -189,6 +189,20 @@ def test_every_way_into_a_pose_rises_and_half_of_it_is_little(task):
     assert degree[1] < 0.55 < 0.85 < degree[2]
 
 
+def test_seated_poses_ask_for_what_a_policy_leaves_out():
+    """Straight knees in the splits, the small of the back off the floor in the lotus position."""
+    rng = np.random.default_rng(5)
+    splits, lotus = (poses.turn_to(poses.sample(name, rng)[0], 0.0) for name in ("splits", "lotus"))
+    folded = np.stack([splits] * 5)
+    folded[:, 17] = -np.linspace(0, 2, 5)  # the left knee, in radians
+    degree = data.degrees(poses.describe(folded))["splits"]
+    assert degree[0] > 0.95 and degree[1] > 0.7 > 0.35 > degree[-1] and (np.diff(degree) < 0).all()
+    facts = poses.describe(lotus[None])
+    low = facts | {"trunk": np.array([0.0])}
+    whole, less = (data.degrees(found)["lotus"][0] for found in (facts, low))
+    assert whole > 0.9 and less == pytest.approx(0.6 * whole, abs=0.03)
+
+
 def test_who_leans_stands_less_and_to_whichever_side():
     state = poses.sample("standing", np.random.default_rng(3))[0]
     for way in ([1, 0, 0], [0, 1, 0], [-1, 0, 0], [0, -1, 0]):

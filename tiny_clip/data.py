@@ -111,6 +111,11 @@ def degrees(facts):
     crossed.append(np.interp(passed, [-0.05, 0.1, 0.3, 0.7], [1, 0.6, 0.3, 0]))
     lift, lying = abs(f["right_foot"] - f["left_foot"]), _ramp(-f["torso"], -0.6, -0.28)
     lying = lying * _ramp(-f["up"], -0.75, -0.3)
+    # without these a policy stops half-way: on a folded leg, on the small of its back
+    straight = np.interp(
+        np.maximum(f["right_bend"], f["left_bend"]), [0.2, 0.5, 1.6], [1, 0.85, 0.3]
+    )
+    off_floor = np.interp(f["trunk"], [0.02, 0.06, 0.08], [0.6, 0.85, 1])
     stands = up * (0.2 + 0.8 * np.min(feet, 0))
     arms = {"arms_raised": raised, "hands_on_hips": hips, "arms_crossed": crossed}
     return {
@@ -118,8 +123,8 @@ def degrees(facts):
         **{pose: stands * (0.2 + 0.8 * _half(*both)) for pose, both in arms.items()},
         "one_leg": up * (0.2 + 0.8 * _ramp(lift, 0.02, 0.2)),
         "kneeling": _half(*kneels) * _ramp(f["up"], 0.3, 0.92) * _ramp(f["pelvis"], 0.12, 0.2),
-        "lotus": seated * (0.2 + 0.8 * _half(*lotus)),
-        "splits": seated * (0.2 + 0.8 * _half(*splits)),
+        "lotus": seated * (0.2 + 0.8 * _half(*lotus)) * off_floor,
+        "splits": seated * (0.2 + 0.8 * _half(*splits)) * straight,
         "lying": lying,
         "lying_back": lying * _ramp(f["front"], 0.1, 0.75),
         "lying_front": lying * _ramp(-f["front"], 0.1, 0.75),
@@ -144,7 +149,7 @@ def _row(name):
     return np.array([row.get(concept, 0.0) for concept in CONCEPTS])
 
 
-GEOMETRY = 27  # columns of `geometry`
+GEOMETRY = 30  # columns of `geometry`
 
 
 def geometry(qpos):

@@ -285,9 +285,11 @@ def describe(qpos):
     torso, head, pelvis: heights of the centres of these geoms.
     up, front: z of the torso's up axis (1 upright) and front axis (1 on the back, -1 face down).
     rest: height of the lowest point of everything but feet and shins.
+    trunk: the same of head, torso and waist.
     off: horizontal distance from the centre of mass to the middle of the feet it may stand on.
     right_ and left_ each of:
         knee, foot, hand: heights of the lowest points.
+        bend: angle of the knee in radians, 0 is straight.
         knee_fwd, knee_out, foot_fwd, foot_out: place relative to the pelvis, forward as the
             torso faces and outward to that side; horizontal (no meaning where |up| is small).
         hand_x, hand_y, hand_z: place relative to the torso in its own axes: forward, outward
@@ -301,17 +303,19 @@ def describe(qpos):
     at, low, bodies, torso, lean = (np.array(column) for column in zip(*rows, strict=True))
     ids = {model.geom(i).name: i for i in range(model.ngeom)}
     rest = [i - 1 for name, i in ids.items() if i and "foot" not in name and "shin" not in name]
+    trunk = [ids[name] - 1 for name in ("head", "torso1", "uwaist", "lwaist")]
     torso = torso.reshape(-1, 3, 3)
     pelvis = at[:, ids["butt"]]
     fwd = torso[:, :2, 0] / np.maximum(np.hypot(*torso[:, :2, 0].T), 1e-9)[:, None]
     facts = dict(torso=at[:, ids["torso1"], 2], head=at[:, ids["head"], 2], pelvis=pelvis[:, 2],
                  up=torso[:, 2, 2], front=torso[:, 2, 0], rest=low[:, rest].min(1),
-                 off=np.hypot(*lean[:, :2].T))  # fmt: skip
+                 trunk=low[:, trunk].min(1), off=np.hypot(*lean[:, :2].T))  # fmt: skip
     for side, sign in (("right", -1), ("left", 1)):
         foot, hand = ids[f"{side}_foot"], ids[f"{side}_hand"]
         knee = bodies[:, model.body(f"{side}_shin").id]
         facts[f"{side}_knee"] = knee[:, 2] - model.geom_size[ids[f"{side}_shin1"], 0]
         facts[f"{side}_foot"], facts[f"{side}_hand"] = low[:, foot - 1], low[:, hand - 1]
+        facts[f"{side}_bend"] = -np.asarray(qpos)[:, model.joint(f"{side}_knee").qposadr[0]]
         for part, point in (("knee", knee), ("foot", at[:, foot])):
             x, y = (point - pelvis)[:, :2].T
             facts[f"{side}_{part}_fwd"] = fwd[:, 0] * x + fwd[:, 1] * y
