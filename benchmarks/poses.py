@@ -1,6 +1,8 @@
-"""Judges of two poses that no caption of tiny_clip has words for:
+"""Judges of two poses that no caption of tiny_clip has words for.
 
-python eval_epic.py label data/one.npz --judge benchmarks/poses.py:knees_up
+    python eval_epic.py label data/one.npz --judge benchmarks/poses.py:knees_up
+
+States are the humanoid's, [B, 47]: qpos and qvel.
 """
 
 import numpy as np

@@ -204,6 +204,8 @@ def most_likely(name, data, task):
     """Return the rows of a Dataset, those first that the model `name` scores highest by the words
     of a judges.Task, or else of the dataset. Raises UsageError."""
     prompts, _ = words_for(data, task)
+    if not prompts:
+        raise UsageError(f"--likely: neither {task.name} nor {data.path} has words to score by")
     model = HeadModel(target_prompt=prompts, clip_model=name)
     model.check_reward()
     embeddings, clip = embed(model, data.args, data.states)

@@ -201,6 +201,10 @@ def test_the_likely_frames_are_those_that_the_words_like_best(tmp_path):
     rewards = (torch.from_numpy(embeddings[:, 0]) @ goal.T)[:, 0].numpy()
     assert session.todo() == np.argsort(-rewards, kind="stable")[:10].tolist()
     assert np.abs(states[session.todo(), 2]).max() < np.abs(states[:, 2]).mean()
+    own = tmp_path / "own.py"
+    own.write_text("def left(states): return states[:, 0] < 0")
+    with pytest.raises(UsageError, match="neither left nor .*poles.npz has words"):
+        eval_epic.Label(dataset=path, judge=f"{own}:left", likely=TINY).session()
 
 
 def test_a_second_dataset_may_have_no_good_state(labelled, tmp_path):
