@@ -76,7 +76,7 @@ lint: setup
 tensorboard: setup
 	$(PY) -m tensorboard.main --logdir runs
 
-# Retrain the embedded CLIP (310 minutes on two cores) and measure it. The second command continues
+# Retrain the embedded CLIP (270 minutes on two cores) and measure it. The second command continues
 # with more pictures of the plain scene, of which there had been too few; the third adds CartPole and
 # MountainCar; the fourth half poses, states of policies and cameras from all sides; the others near
 # misses, limbs anywhere and ever more of what policies found.
@@ -99,8 +99,6 @@ tiny_clip: setup
 	$(MORE) --seed 9 --pictures 100000 --lr 8e-4
 	$(MORE) --seed 10 --pictures 64000 --lr 6e-4
 	$(MORE) --seed 11 --pictures 100000 --lr 6e-4
-	$(MORE) --seed 12 --pictures 72000 --lr 6e-4
-	$(MORE) --seed 13 --pictures 48000 --lr 4e-4 --epochs 3
 	$(PY) tiny_clip/evaluate.py > tiny_clip/figures.md
 
 clean:
