@@ -137,10 +137,14 @@ def fit(parts, model, out, judge=None):
         values, _ = labels_of(labels, part, about)
         rows = np.flatnonzero(np.isfinite(values))
         states.append(part.states[rows])
-        truth.append(values[rows] > 0)
+        truth.append(values[rows])
         names += [f"{part.path.stem} {row}" for row in rows]  # as in the file of labels
         episodes += [f"{part.path} {episode}" for episode in part.episode[rows]]
-    states, good = np.concatenate(states), np.concatenate(truth)
+    states, truth = np.concatenate(states), np.concatenate(truth)
+    if len(np.unique(truth)) < 2:  # before anything is embedded
+        problem = "there must be states of both kinds"
+        raise UsageError(f"all {len(truth)} labels are the same; {problem}")
+    good = truth > truth.mean()
     embeddings, clip = embed(model, data.args, states)  # [K, V, D]
     features = embeddings.reshape(len(states), -1).astype(np.float64)
     labelled = Labelled(features, good, np.unique(episodes, return_inverse=True)[1])

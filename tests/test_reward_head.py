@@ -127,14 +127,14 @@ def test_probabilities_are_as_sure_as_held_out_labels_allow():
 
 
 def test_labels_that_are_too_few_or_alike_are_one_line(labelled, tmp_path):
-    for count, problem in (3, "too few"), (0, "no label"):
+    for count, problem in (3, "are the same|too few"), (0, "are the same"):
         path = save_states(tmp_path / f"few{count}.npz", np.zeros((6, 4)))
         path.with_suffix("").mkdir()
         rows = [f"{path.stem},frame,{k},cartpole,{int(k < 1)}" for k in range(count)]
         labels = path.with_suffix("") / "labels.csv"
         labels.write_text("\n".join(["dataset,unit,index,task,label", *rows]))
         command = eval_epic.Fit(dataset=(path,), out=tmp_path / "h.safetensors")
-        with pytest.raises(UsageError, match=problem):
+        with pytest.raises(UsageError, match=problem if count else "no label"):
             command()
     with pytest.raises(FileNotFoundError):
         path = save_states(tmp_path / "none.npz", np.zeros((6, 4)))
@@ -214,6 +214,9 @@ def test_a_second_dataset_may_have_no_good_state(labelled, tmp_path):
     fit = eval_epic.Fit(dataset=(labelled, path), labels="judge", out=out)
     fit()
     assert load_head(str(out)).about["labels"]["other"] >= 30
+    alone = eval_epic.Fit(dataset=(path,), labels="judge", out=tmp_path / "none.safetensors")
+    with pytest.raises(UsageError, match="all 30 labels are the same"):
+        alone()
 
 
 def test_what_cannot_be_uncertain(labelled, head, tmp_path):
