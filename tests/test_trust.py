@@ -603,6 +603,28 @@ def test_a_signal_during_the_start_is_quiet_and_leaves_no_folder(script, number,
             shutil.rmtree(path)
 
 
+def test_a_signal_waits_until_a_worker_has_been_started(tmp_path):
+    patch = """
+    import os, signal, threading, time
+    from multiprocessing import util
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # blocks no signal
+    spawn = util.spawnv_passfds
+
+    def spawn_and_stop(path, args, files):
+        pid = spawn(path, args, files)
+        if "spawn_main" in str(args):  # a worker, which waits for the rest of its orders
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return pid
+
+    util.spawnv_passfds = spawn_and_stop
+    """
+    words = [dqn.__file__, *CLIP, *LONG, "--reward-devices", "cpu", "--runs-dir", tmp_path]
+    with started(*words, patch=patch) as process:
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and not printed
+
+
 def environments(pid):
     """Processes of environments, which the forkserver has started."""
     (server,) = [

@@ -36,15 +36,23 @@ LOADING = 600  # s that a worker gets, at least, to import, draw and load its mo
 
 @contextlib.contextmanager
 def stop_signals_blocked():
-    """Block stop signals while processes are started: these inherit the block and never see a
-    signal to the whole group. This process handles it afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Hold back stop signals while processes are started: these inherit the block and never see a
+    signal to the whole group. This process handles it afterwards; till then a handler keeps it,
+    because threads of libraries do not block it and would let it kill a process half started."""
+    held, in_main = [], threading.current_thread() is threading.main_thread()
+    signals = STOP_SIGNALS if in_main else ()  # only the main thread may set handlers
+    handlers = {n: signal.signal(n, lambda number, _: held.append(number)) for n in signals}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     resource_tracker.ensure_running()  # inherits the block too, but unblocks two signals here
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 def kill_children() -> None:
