@@ -97,7 +97,7 @@ class Collect(Own):
     run: RunFolder | None = None
     """--source run: the run's folder, a folder with one run in it, or latest"""
     checkpoints: tuple[str, ...] = ("all",)
-    """--source run: "all", or any of "best" and step numbers"""
+    """--source run: any of "all" (steps), "best" and step numbers"""
     episodes: Few = 5
     """--source run: episodes per checkpoint"""
     every: PositiveInt = 1

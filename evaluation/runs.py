@@ -111,10 +111,10 @@ def make_scorer(args, cameras=None):
 
 
 def checkpoint_paths(run, names) -> list[Path]:
-    """Return the files of checkpoints: "best", numbers of steps, or "all" numbers. Raises
+    """Return the files of checkpoints: "best", numbers of steps, "all" numbers. Raises
     UsageError."""
     folder, steps = Path(run) / "checkpoints", sorted(checkpoints(run))
-    names = steps if list(names) == ["all"] else names
+    names = [each for name in names for each in (steps if name == "all" else [name])]
     paths = [folder / ("best.pt" if name == "best" else f"step_{name}.pt") for name in names]
     for path in paths or [folder]:
         if not path.is_file():

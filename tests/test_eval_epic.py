@@ -291,8 +291,10 @@ def test_a_dataset_of_a_run_holds_what_was_played(runs, data):
 
 def test_what_is_not_said_about_pictures_is_as_the_run_had_it(runs, tmp_path):
     look = eval_epic.Pictures(camera_azimuth=(145.0,), camera_lookat=(0.0, 0.0, 0.8))
-    words = {"run": runs["humanoid"], "episodes": 1, "checkpoints": ("best",), "render": look}
-    args = datasets.load_dataset(collect("run", tmp_path / "d.npz", **words)).args
+    chosen = {"episodes": 1, "checkpoints": ("best", "all")}
+    held = collect("run", tmp_path / "d.npz", run=runs["humanoid"], render=look, **chosen)
+    args = (data := datasets.load_dataset(held)).args
+    assert data.checkpoint_step.tolist() == np.repeat([2000, 100, 2000], len(data) // 3).tolist()
     seen = {"camera_azimuth": (145.0,), "camera_lookat": (0.0, 0.0, 0.8)}
     wanted = seen | {"render_size": 32, "textured": False, "camera_distance": None}
     assert wanted.items() <= vars(args).items()
