@@ -1,29 +1,35 @@
-"""Judges of two poses that no caption of tiny_clip has words for.
+"""Judges of three poses that no caption of tiny_clip has words for.
 
     python eval_epic.py label data/one.npz --judge benchmarks/poses.py:knees_up
 
 States are the humanoid's, [B, 47]: qpos and qvel.
 """
 
-import numpy as np
-
 from environments import judges
 
 
-def axis_heights(states):
-    """Return z of the torso's forward, left and upward axes for humanoid states [B, S]: [3, B]."""
+def forward_up(states):
+    """Return z of the torso's forward and upward axes for humanoid states [B, S]: two [B]."""
     w, x, y, z = states[:, 3:7].T
-    return np.stack([2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)])
-
-
-def on_side(states):
-    """It lies on its side: the torso on the floor, one shoulder above the other."""
-    _, left, _ = axis_heights(states)
-    return (judges.measure(states)["trunk"] <= judges.TOUCH) & (np.abs(left) > 0.7)
+    return 2 * (x * z - w * y), 1 - 2 * (x * x + y * y)
 
 
 def knees_up(states):
     """It lies on its back and has drawn up both knees."""
-    found, (forward, _, _) = judges.measure(states), axis_heights(states)
+    found, (forward, _) = judges.measure(states), forward_up(states)
     on_back = (found["trunk"] <= judges.TOUCH) & (forward > 0.7)
     return on_back & (found["bend"] > 1.2).all(1)
+
+
+def one_leg_folded(states):
+    """It lies face down with one leg folded and the other straight."""
+    found, (forward, _) = judges.measure(states), forward_up(states)
+    on_front = (found["trunk"] <= judges.TOUCH) & (forward < -0.7)
+    return on_front & (found["bend"].max(1) > 1.2) & (found["bend"].min(1) < 0.6)
+
+
+def on_one_knee(states):
+    """It is down on one knee: the other knee is off the floor, the torso upright."""
+    found, (_, up) = judges.measure(states), forward_up(states)
+    one = (found["knee"].min(1) <= judges.KNEE_TOUCH) & (found["knee"].max(1) > judges.REACH)
+    return one & (up > 0.7) & (found["trunk"] > judges.REACH)
