@@ -1,4 +1,4 @@
-"""Judges of three poses that no caption of tiny_clip has words for.
+"""Judges of four poses that no caption of tiny_clip has words for.
 
     python eval_epic.py label data/one.npz --judge benchmarks/poses.py:knees_up
 
@@ -33,3 +33,10 @@ def on_one_knee(states):
     found, (_, up) = judges.measure(states), forward_up(states)
     one = (found["knee"].min(1) <= judges.KNEE_TOUCH) & (found["knee"].max(1) > judges.REACH)
     return one & (up > 0.7) & (found["trunk"] > judges.REACH)
+
+
+def sits_knees_up(states):
+    """It sits on the floor with both knees drawn up, its back off the floor."""
+    found = judges.measure(states)
+    sits = (found["pelvis_floor"] <= judges.TOUCH) & (found["trunk"] > judges.TOUCH)
+    return sits & ((found["bend"] > 1.2) & (found["knee_at"][..., 2] > 0)).all(1)

@@ -69,11 +69,11 @@ class Labelled:
         return auc(logits[known], self.good[known])
 
 
-def logistic(features, good, strength=1.0):
-    """Fit a logistic regression in which both kinds weigh the same -> weight [D], bias."""
+def logistic(features, good, strength=1.0, class_weight=None):
+    """Fit a logistic regression -> weight [D], bias."""
     from sklearn.linear_model import LogisticRegression  # takes a second
 
-    model = LogisticRegression(C=strength, class_weight="balanced", max_iter=5000)
+    model = LogisticRegression(C=strength, class_weight=class_weight, max_iter=5000)
     middle = features.mean(0)  # without which it takes ten times as long
     (weight,), (bias,) = model.fit(features - middle, good).coef_, model.intercept_
     return weight, bias - weight @ middle
@@ -82,9 +82,11 @@ def logistic(features, good, strength=1.0):
 def fit_head(labelled):
     """Fit a Labelled -> weight [D], bias. Raises UsageError as `folds` does.
 
-    The strength is the one whose held-out logits rank the labels best. A second regression, on
+    The strength is the one whose held-out logits rank the labels best. Every label weighs the same:
+    where good states are rare, weighing them more would weigh slips more. A second regression, on
     these logits, says how far they can be trusted (Platt 1999): without it a head that ranks well
-    is sure of everything, and a reward of zeros and ones shows no way.
+    is sure of everything, and a reward of zeros and ones shows no way. There both kinds weigh the
+    same, or a rare pose would get next to nothing.
     """
 
     def fit_with(strength):
@@ -94,7 +96,8 @@ def fit_head(labelled):
     best = int(np.nanargmax([labelled.auc(logits) for logits in trials]))
     known = np.isfinite(trials[best])
     weight, bias = fit_with(STRENGTHS[best])(labelled)
-    (scale,), shift = logistic(trials[best][known, None], labelled.good[known])
+    held_out, good = trials[best][known, None], labelled.good[known]
+    (scale,), shift = logistic(held_out, good, class_weight="balanced")
     return weight * scale, bias * scale + shift
 
 

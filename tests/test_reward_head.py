@@ -13,6 +13,7 @@ from helpers import ROOT, TINY, checkpoint, equal, humanoid_states, only_run, ru
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
+from sklearn.linear_model import LogisticRegression
 
 import clip_reward
 import dqn_clip_classic as dqn
@@ -124,6 +125,20 @@ def test_probabilities_are_as_sure_as_held_out_labels_allow():
         inside = (found >= low) & (found < high)
         assert inside.sum() > 50
         assert abs(found[inside].mean() - good[rest][inside].mean()) < 0.15
+
+
+def test_rare_good_states_weigh_no_more_than_others():
+    rng = np.random.default_rng(0)
+    features, slips = rng.normal(size=(300, 8)), rng.random(300) < 0.05
+    good = (features[:, 0] > 1.5) ^ slips
+    weight, _ = fit.fit_head(fit.Labelled(features, good, np.arange(300) // 5))
+    cosines = []
+    for strength in fit.STRENGTHS:
+        (other,) = LogisticRegression(C=strength).fit(features, good).coef_
+        cosines.append(weight @ other / np.linalg.norm(weight) / np.linalg.norm(other))
+    assert max(cosines) > 1 - 1e-6
+    (other,) = LogisticRegression(class_weight="balanced").fit(features, good).coef_
+    assert weight @ other / np.linalg.norm(weight) / np.linalg.norm(other) < 1 - 1e-3
 
 
 def test_labels_that_are_too_few_or_alike_are_one_line(labelled, tmp_path):
