@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train and judge the paper's eight tasks by their sentences, first runs, one recipe, two at a time:
-#     benchmarks/eight_tasks.sh 4 5 6         # these seeds; two CPU cores need about eight hours
+#     benchmarks/eight_tasks.sh 4 5 6         # these seeds; two CPU cores need six hours
 # The same command continues what was interrupted. RUNS: the folder of all runs; FRAMES: of each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
