@@ -8,31 +8,31 @@ States are the humanoid's, [B, 47]: qpos and qvel.
 from environments import judges
 
 
-def forward_up(states):
-    """Return z of the torso's forward and upward axes for humanoid states [B, S]: two [B]."""
+def front(states):
+    """Return z of the torso's front axis for states [B, S]: 1 on its back, -1 face down."""
     w, x, y, z = states[:, 3:7].T
-    return 2 * (x * z - w * y), 1 - 2 * (x * x + y * y)
+    return 2 * (x * z - w * y)
 
 
 def knees_up(states):
     """It lies on its back and has drawn up both knees."""
-    found, (forward, _) = judges.measure(states), forward_up(states)
-    on_back = (found["trunk"] <= judges.TOUCH) & (forward > 0.7)
+    found = judges.measure(states)
+    on_back = (found["trunk"] <= judges.TOUCH) & (front(states) > 0.7)
     return on_back & (found["bend"] > 1.2).all(1)
 
 
 def one_leg_folded(states):
     """It lies face down with one leg folded and the other straight."""
-    found, (forward, _) = judges.measure(states), forward_up(states)
-    on_front = (found["trunk"] <= judges.TOUCH) & (forward < -0.7)
+    found = judges.measure(states)
+    on_front = (found["trunk"] <= judges.TOUCH) & (front(states) < -0.7)
     return on_front & (found["bend"].max(1) > 1.2) & (found["bend"].min(1) < 0.6)
 
 
 def on_one_knee(states):
     """It is down on one knee: the other knee is off the floor, the torso upright."""
-    found, (_, up) = judges.measure(states), forward_up(states)
+    found = judges.measure(states)
     one = (found["knee"].min(1) <= judges.KNEE_TOUCH) & (found["knee"].max(1) > judges.REACH)
-    return one & (up > 0.7) & (found["trunk"] > judges.REACH)
+    return one & (found["up"] > 0.7) & (found["trunk"] > judges.REACH)
 
 
 def sits_knees_up(states):

@@ -132,24 +132,24 @@ def test_rare_good_states_weigh_no_more_than_others():
     features, slips = rng.normal(size=(300, 8)), rng.random(300) < 0.05
     good = (features[:, 0] > 1.5) ^ slips
     weight, _ = fit.fit_head(fit.Labelled(features, good, np.arange(300) // 5))
-    cosines = []
-    for strength in fit.STRENGTHS:
-        (other,) = LogisticRegression(C=strength).fit(features, good).coef_
-        cosines.append(weight @ other / np.linalg.norm(weight) / np.linalg.norm(other))
-    assert max(cosines) > 1 - 1e-6
-    (other,) = LogisticRegression(class_weight="balanced").fit(features, good).coef_
-    assert weight @ other / np.linalg.norm(weight) / np.linalg.norm(other) < 1 - 1e-3
+
+    def cosine(**flags):
+        (other,) = LogisticRegression(**flags).fit(features, good).coef_
+        return weight @ other / np.linalg.norm(weight) / np.linalg.norm(other)
+
+    assert max(cosine(C=strength) for strength in fit.STRENGTHS) > 1 - 1e-6
+    assert cosine(class_weight="balanced") < 1 - 1e-3
 
 
 def test_labels_that_are_too_few_or_alike_are_one_line(labelled, tmp_path):
-    for count, problem in (3, "are the same|too few"), (0, "are the same"):
+    for count, problem in (3, "too few"), (0, "no label"):
         path = save_states(tmp_path / f"few{count}.npz", np.zeros((6, 4)))
         path.with_suffix("").mkdir()
         rows = [f"{path.stem},frame,{k},cartpole,{int(k < 1)}" for k in range(count)]
         labels = path.with_suffix("") / "labels.csv"
         labels.write_text("\n".join(["dataset,unit,index,task,label", *rows]))
         command = eval_epic.Fit(dataset=(path,), out=tmp_path / "h.safetensors")
-        with pytest.raises(UsageError, match=problem if count else "no label"):
+        with pytest.raises(UsageError, match=problem):
             command()
     with pytest.raises(FileNotFoundError):
         path = save_states(tmp_path / "none.npz", np.zeros((6, 4)))
