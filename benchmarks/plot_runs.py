@@ -5,7 +5,8 @@ r"""Draw one scalar of several runs against environment steps, and print how eac
 
 Runs that differ only in their seed form a group: the thick line is its mean, the band its 95 %
 bootstrap interval over seeds (with three seeds: their range), thin lines are its runs. A group is
-named by what differs between groups (a prompt, an alpha, any flag).
+named by what differs between groups (a prompt, an alpha, any flag). Of --reward-head only the
+file's name counts: each seed may have labels of its own, in a folder of its own.
 """
 
 import json
@@ -38,6 +39,8 @@ def read(run, scalar):
 def groups_of(runs):
     """Group runs that differ only in their seed -> {what differs from other groups: runs}"""
     flags = {run: json.loads((run / "args.json").read_text()) for run in runs}
+    for args in flags.values():
+        args["reward_head"] = Path(args.get("reward_head", "").partition("#")[0]).name
     shared = set.intersection(*map(set, flags.values())) - ELSEWHERE
     differ = [x for x in sorted(shared) if len({json.dumps(f[x]) for f in flags.values()}) > 1]
     groups = {}

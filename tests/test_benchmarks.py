@@ -87,6 +87,19 @@ def test_plot_runs_groups_seeds_and_draws(tmp_path):
     assert "has no nothing" in run(*script, runs[0], "--scalar", "nothing", code=1).stderr
 
 
+def test_plot_runs_groups_seeds_whose_labels_differ(tmp_path):
+    for run, head in ("1", "1/two"), ("2", "2/two"), ("3", "1/one"), ("4", ""):
+        (tmp_path / run).mkdir()
+        flags = {"seed": int(run), "reward_head": head and f"/data/{head}.safetensors#{run}af"}
+        (tmp_path / run / "args.json").write_text(json.dumps(flags))
+    groups = plot_runs.groups_of(sorted(tmp_path.iterdir()))
+    assert {name: [run.name for run in runs] for name, runs in groups.items()} == {
+        "reward_head two.safetensors": ["1", "2"],
+        "reward_head one.safetensors": ["3"],
+        "reward_head ": ["4"],
+    }
+
+
 def test_intervals_over_seeds_are_those_of_the_bootstrap():
     values = np.random.default_rng(1).normal(size=(8, 5)) + np.arange(5)
     mean, low, high = plot_runs.interval(values)
