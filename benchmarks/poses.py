@@ -1,4 +1,4 @@
-"""Judges of four poses that no caption of tiny_clip has words for.
+"""Judges of five poses that no caption of tiny_clip has words for.
 
     python eval_epic.py label data/one.npz --judge benchmarks/poses.py:knees_up
 
@@ -40,3 +40,10 @@ def sits_knees_up(states):
     found = judges.measure(states)
     sits = (found["pelvis_floor"] <= judges.TOUCH) & (found["trunk"] > judges.TOUCH)
     return sits & ((found["bend"] > 1.2) & (found["knee_at"][..., 2] > 0)).all(1)
+
+
+def sits_on_heels(states):
+    """It sits on its heels, the shins on the floor and the torso upright."""
+    found = judges.measure(states)
+    folded = ((found["shin"] <= judges.TOUCH) & (found["bend"] > 2.2)).all(1)
+    return folded & (found["pelvis"] < 0.3) & (found["up"] > 0.7) & (found["trunk"] > judges.TOUCH)

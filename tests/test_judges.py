@@ -12,6 +12,7 @@ import egl_render
 egl_render.setup_gl()
 import mujoco
 
+from benchmarks import poses as poses_without_words
 from clip_reward import UsageError
 from environments import judges
 from tiny_clip import poses
@@ -241,3 +242,33 @@ def test_a_runs_judge_is_tried_on_one_state_before_it_is_needed(tmp_path):
     assert standing(states).tolist() == [False, True, True]
     assert judges.episode_judge(None, "Humanoid-v5", ["a robot dancing"], state) is None
     assert judges.episode_judge(None, "CartPole-v1", [], state) is None, "it has a rule of its own"
+
+
+ON_BACK, ON_FRONT, UPRIGHT = (1, 0, -1, 0), (1, 0, 1, 0), (1, 0, 0, 0)  # MuJoCo normalizes them
+WITHOUT_WORDS = {  # quaternion, then hip and knee in radians, right and left
+    "knees_up": (ON_BACK, (-1.0, -1.8), (-1.0, -1.8)),
+    "one_leg_folded": (ON_FRONT, (0.0, -1.5), (0.0, 0.0)),
+    "on_one_knee": (UPRIGHT, (0.0, -1.6), (-1.6, -1.6)),
+    "sits_knees_up": (UPRIGHT, (-2.4, -1.4), (-2.4, -1.4)),
+    "sits_on_heels": (UPRIGHT, (-1.1, -2.7), (-1.1, -2.7)),
+}
+
+
+@pytest.mark.parametrize("pose", WITHOUT_WORDS)
+def test_poses_without_words_are_told_apart(pose):
+    turn, *legs = WITHOUT_WORDS[pose]
+    model = judges._humanoid()[1]
+    heights = np.arange(1.5, 0, -0.01)
+    states = np.tile(model.qpos0, (len(heights), 1))
+    states[:, 2], states[:, 3:7] = heights, turn
+    for side, (hip, knee) in zip(judges.SIDES, legs):
+        states[:, model.joint(f"{side}_hip_y").qposadr[0]] = hip
+        states[:, model.joint(f"{side}_knee").qposadr[0]] = knee
+    found = judges.measure(states)
+    parts = (
+        found[name].reshape(len(states), -1) for name in ("trunk", "pelvis_floor", "foot", "shin")
+    )
+    landed = np.argmax(np.concatenate(list(parts), 1).min(1) < 0.01)
+    verdicts = {name: getattr(poses_without_words, name)(states) for name in WITHOUT_WORDS}
+    assert [name for name, passed in verdicts.items() if passed[landed]] == [pose]
+    assert not any(passed[0] for passed in verdicts.values())  # in the air
