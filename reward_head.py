@@ -74,12 +74,17 @@ def with_hash(name: str) -> str:
     return f"{path}#{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
+def without_hash(name: str) -> str:
+    """Return FILE of FILE#SHA256 or of FILE."""
+    return re.sub("#[0-9a-f]{64}$", "", name)
+
+
 def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
     """Load FILE or FILE#SHA256; "" is none. Raises OSError or ValueError for a file that is
     missing, damaged, no head, not the one of the hash, or fitted with other `flags`."""
     if not name:
         return None
-    path = re.sub("#[0-9a-f]{64}$", "", name)
+    path = without_hash(name)
     if path != name and with_hash(path) != name:
         raise ValueError(f"{path} is missing or has changed since the run began")
     try:

@@ -20,6 +20,7 @@ import tyro
 from matplotlib.figure import Figure
 from scipy import stats
 
+from reward_head import without_hash
 from training.run import RESUME_MAY_CHANGE
 
 # where, how fast and until when, but not what is learned
@@ -40,7 +41,7 @@ def groups_of(runs):
     """Group runs that differ only in their seed -> {what differs from other groups: runs}"""
     flags = {run: json.loads((run / "args.json").read_text()) for run in runs}
     for args in flags.values():
-        args["reward_head"] = Path(args.get("reward_head", "").partition("#")[0]).name
+        args["reward_head"] = Path(without_hash(args.get("reward_head", ""))).name
     shared = set.intersection(*map(set, flags.values())) - ELSEWHERE
     differ = [x for x in sorted(shared) if len({json.dumps(f[x]) for f in flags.values()}) > 1]
     groups = {}

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from clip_reward import UsageError, first_line
 from environments import judges
+from reward_head import without_hash
 from training.run import CURVES, saved_flags, write
 
 STYLE = """
@@ -68,7 +69,7 @@ def write_page(folder):
     last = [f"{tag[7:]} {scalars[tag][1][-1]:.4g}" for tag in tags if tag in scalars]
     try:
         total, prompts, judge = (flags[x] for x in ("total_timesteps", "target_prompt", "judge"))
-        task, head = flags["env_id"], flags.get("reward_head", "").partition("#")[0]
+        task, head = flags["env_id"], without_hash(flags.get("reward_head", ""))
         goal = ", ".join([*prompts, *flags["target_image"], *filter(None, [head])])
         goal = goal if flags["reward"] == "clip" else f"the reward of {task} itself"
         resume = ["python", Path(flags["script"]).name, "--resume", str(folder)]

@@ -90,7 +90,7 @@ def test_plot_runs_groups_seeds_and_draws(tmp_path):
 def test_plot_runs_groups_seeds_whose_labels_differ(tmp_path):
     for run, head in ("1", "1/two"), ("2", "2/two"), ("3", "1/one"), ("4", ""):
         (tmp_path / run).mkdir()
-        flags = {"seed": int(run), "reward_head": head and f"/data/{head}.safetensors#{run}af"}
+        flags = {"seed": int(run), "reward_head": head and f"/data/{head}.safetensors#{run * 64}"}
         (tmp_path / run / "args.json").write_text(json.dumps(flags))
     groups = plot_runs.groups_of(sorted(tmp_path.iterdir()))
     assert {name: [run.name for run in runs] for name, runs in groups.items()} == {
