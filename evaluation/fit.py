@@ -14,13 +14,13 @@ from clip_reward import CLIPReward, UsageError
 from evaluation import figures
 from evaluation.compare import training_command, words_for
 from evaluation.datasets import labels_of
-from evaluation.metrics import auc, interval
+from evaluation.metrics import auc, auc_error, interval
 from evaluation.rewards import HeadModel, embed
 from evaluation.runs import make_scorer
 from reward_head import FLAGS, Head, load_head
 from training.run import say, write
 
-STRENGTHS = 10.0 ** np.arange(-1, 4)  # C of the logistic regression
+STRENGTHS = 10.0 ** np.arange(-1, 4)  # C of the logistic regression, from weak fits to strong
 SIZES = 25, 50, 100, 200  # numbers of labels of the learning curve
 
 
@@ -82,8 +82,10 @@ def logistic(features, good, strength=1.0, class_weight=None):
 def fit_head(labelled):
     """Fit a Labelled -> weight [D], bias. Raises UsageError as `folds` does.
 
-    The strength is the one whose held-out logits rank the labels best. Every label weighs the same:
-    where good states are rare, weighing them more would weigh slips more. A second regression, on
+    The strength is the weakest whose held-out logits rank the labels as well as the best's, to
+    within one standard error (Breiman et al. 1984): a policy goes to states that nobody labelled,
+    and the stronger fit is the one that it finds errors of. Every label weighs the same: where good
+    states are rare, weighing them more would weigh slips more. A second regression, on
     these logits, says how far they can be trusted (Platt 1999): without it a head that ranks well
     is sure of everything, and a reward of zeros and ones shows no way. There both kinds weigh the
     same, or a rare pose would get next to nothing.
@@ -93,10 +95,12 @@ def fit_head(labelled):
         return lambda part: logistic(part.features, part.good, strength)
 
     trials = [labelled.held_out(fit_with(strength)) for strength in STRENGTHS]
-    best = int(np.nanargmax([labelled.auc(logits) for logits in trials]))
-    known = np.isfinite(trials[best])
-    weight, bias = fit_with(STRENGTHS[best])(labelled)
-    held_out, good = trials[best][known, None], labelled.good[known]
+    found = np.array([labelled.auc(logits) for logits in trials])
+    error = auc_error(np.nanmax(found), labelled.good)
+    chosen = np.flatnonzero(found >= np.nanmax(found) - error)[0]
+    known = np.isfinite(trials[chosen])
+    weight, bias = fit_with(STRENGTHS[chosen])(labelled)
+    held_out, good = trials[chosen][known, None], labelled.good[known]
     (scale,), shift = logistic(held_out, good, class_weight="balanced")
     return weight * scale, bias * scale + shift
 

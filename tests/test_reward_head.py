@@ -141,6 +141,18 @@ def test_rare_good_states_weigh_no_more_than_others():
     assert cosine(class_weight="balanced") < 1 - 1e-3
 
 
+@pytest.mark.parametrize("spread, strength", [(1.0, 0.1), (0.02, 1000.0)])
+def test_the_weakest_fit_is_chosen_that_ranks_about_as_well(spread, strength):
+    """Where the label shows in a feature of little spread, only a strong fit can use it."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(200, 20))
+    features[:, 0] *= spread
+    good = features[:, 0] > 0
+    weight, _ = fit.fit_head(fit.Labelled(features, good, np.arange(200) // 5))
+    same = LogisticRegression(C=strength, max_iter=5000).fit(features, good).coef_[0]
+    assert weight @ same / np.linalg.norm(weight) / np.linalg.norm(same) > 1 - 1e-4
+
+
 def test_labels_that_are_too_few_or_alike_are_one_line(labelled, tmp_path):
     for count, problem in (3, "too few"), (0, "no label"):
         path = save_states(tmp_path / f"few{count}.npz", np.zeros((6, 4)))
