@@ -14,7 +14,7 @@ from clip_reward import CLIPReward, UsageError
 from evaluation import figures
 from evaluation.compare import training_command, words_for
 from evaluation.datasets import labels_of
-from evaluation.metrics import auc, auc_error, interval
+from evaluation.metrics import auc, interval
 from evaluation.rewards import HeadModel, embed
 from evaluation.runs import make_scorer
 from reward_head import FLAGS, Head, load_head
@@ -68,6 +68,21 @@ class Labelled:
         known = np.isfinite(logits)
         return auc(logits[known], self.good[known])
 
+    def weakest(self, trials, resamples=100):
+        """Return the number of the first of held-out logits [S, K], from weak fits to strong, whose
+        AUC is lower than the highest by at most one standard error of this difference. The error
+        is the bootstrap's, over whole episodes."""
+        rng, trials = np.random.default_rng(0), np.array(trials)
+        episodes = [
+            np.flatnonzero(self.episodes == episode) for episode in np.unique(self.episodes)
+        ]
+        samples = [np.arange(len(self))]
+        for drawn in rng.integers(len(episodes), size=(resamples, len(episodes))):
+            samples.append(np.concatenate([episodes[k] for k in drawn]))
+        found = np.array([[self[rows].auc(x) for x in trials[:, rows]] for rows in samples])
+        behind = found[:, [np.nanargmax(found[0])]] - found
+        return np.flatnonzero(behind[0] <= np.nanstd(behind[1:], 0))[0]
+
 
 def logistic(features, good, strength=1.0, class_weight=None):
     """Fit a logistic regression -> weight [D], bias."""
@@ -82,10 +97,10 @@ def logistic(features, good, strength=1.0, class_weight=None):
 def fit_head(labelled):
     """Fit a Labelled -> weight [D], bias. Raises UsageError as `folds` does.
 
-    The strength is the weakest whose held-out logits rank the labels as well as the best's, to
-    within one standard error (Breiman et al. 1984): a policy goes to states that nobody labelled,
-    and the stronger fit is the one that it finds errors of. Every label weighs the same: where good
-    states are rare, weighing them more would weigh slips more. A second regression, on
+    The strength is the weakest that ranks held-out labels about as well as the best (`weakest`;
+    the rule of one standard error, Breiman et al. 1984): a policy goes to states that nobody
+    labelled, and the stronger fit is the one that it finds errors of. Every label weighs the same:
+    where good states are rare, weighing them more would weigh slips more. A second regression, on
     these logits, says how far they can be trusted (Platt 1999): without it a head that ranks well
     is sure of everything, and a reward of zeros and ones shows no way. There both kinds weigh the
     same, or a rare pose would get next to nothing.
@@ -95,9 +110,7 @@ def fit_head(labelled):
         return lambda part: logistic(part.features, part.good, strength)
 
     trials = [labelled.held_out(fit_with(strength)) for strength in STRENGTHS]
-    found = np.array([labelled.auc(logits) for logits in trials])
-    error = auc_error(np.nanmax(found), labelled.good)
-    chosen = np.flatnonzero(found >= np.nanmax(found) - error)[0]
+    chosen = labelled.weakest(trials)
     known = np.isfinite(trials[chosen])
     weight, bias = fit_with(STRENGTHS[chosen])(labelled)
     held_out, good = trials[chosen][known, None], labelled.good[known]

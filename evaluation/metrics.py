@@ -39,15 +39,6 @@ def auc(x, good):
     return float((ranks.sum() - true * (true + 1) / 2) / (true * false))
 
 
-def auc_error(value, good):
-    """Return the standard error of an AUC of labels [N] (Hanley and McNeil 1982, equation 1)."""
-    true, false = np.sum(good), np.sum(~good)
-    both_true, both_false = value / (2 - value), 2 * value**2 / (1 + value)
-    variance = value * (1 - value) + (true - 1) * (both_true - value**2)
-    variance += (false - 1) * (both_false - value**2)
-    return math.sqrt(variance / (true * false))
-
-
 def gap(x, good):
     """Return how much more good states [N] get than those that a policy would be drawn to: the mean
     of x [N] over good states less that of the highest tenth of the others, in standard deviations

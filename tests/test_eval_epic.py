@@ -34,7 +34,7 @@ from environments import judges
 from environments.classic import ClassicRenderer
 from evaluation import compare, datasets, figures, rewards
 from evaluation import runs as played
-from evaluation.metrics import auc, auc_error, epic_distance, gap, interval, spearman
+from evaluation.metrics import auc, epic_distance, gap, interval, spearman
 from tiny_clip.data import facing_columns
 
 epic_interval = functools.partial(interval, epic_distance)
@@ -937,13 +937,6 @@ def test_auc_and_its_interval():
         _, low, high = interval(auc, x, good, episodes, 200)
         widths.append(high - low)
     assert widths[0] > 1.5 * widths[1]
-
-
-def test_the_standard_error_of_an_auc_is_its_spread_over_repetitions():
-    rng, good = np.random.default_rng(0), np.arange(100) < 30
-    values = [auc(rng.normal(size=100) + 1.2 * good, good) for _ in range(2000)]
-    assert auc_error(np.mean(values), good) == pytest.approx(np.std(values), rel=0.15)
-    assert auc_error(1.0, good) == 0
 
 
 def test_gap_and_rank_correlation():
