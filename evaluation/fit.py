@@ -68,20 +68,18 @@ class Labelled:
         known = np.isfinite(logits)
         return auc(logits[known], self.good[known])
 
-    def weakest(self, trials, resamples=100):
-        """Return the number of the first of held-out logits [S, K], from weak fits to strong, whose
-        AUC is lower than the highest by at most one standard error of this difference. The error
-        is the bootstrap's, over whole episodes."""
-        rng, trials = np.random.default_rng(0), np.array(trials)
-        episodes = [
-            np.flatnonzero(self.episodes == episode) for episode in np.unique(self.episodes)
-        ]
-        samples = [np.arange(len(self))]
-        for drawn in rng.integers(len(episodes), size=(resamples, len(episodes))):
-            samples.append(np.concatenate([episodes[k] for k in drawn]))
-        found = np.array([[self[rows].auc(x) for x in trials[:, rows]] for rows in samples])
-        behind = found[:, [np.nanargmax(found[0])]] - found
-        return np.flatnonzero(behind[0] <= np.nanstd(behind[1:], 0))[0]
+    def weakest(self, trials):
+        """Return the number of the first of held-out logits [S, K], from weak fits to strong, that
+        ranks the labels about as well as the best: its AUC, a mean over folds, is lower by at most
+        one standard error of this difference (the rule of Breiman et al. 1984). Folds with labels
+        of one kind tell nothing; without two others it is the first."""
+        found = [[auc(logits[out], self.good[out]) for logits in trials] for _, out in self.folds()]
+        found = np.array([row for row in found if np.isfinite(row).all()])
+        if len(found) < 2:
+            return 0
+        behind = found[:, [found.mean(0).argmax()]] - found
+        error = behind.std(0, ddof=1) / math.sqrt(len(found))
+        return np.flatnonzero(behind.mean(0) <= error)[0]
 
 
 def logistic(features, good, strength=1.0, class_weight=None):
@@ -97,13 +95,12 @@ def logistic(features, good, strength=1.0, class_weight=None):
 def fit_head(labelled):
     """Fit a Labelled -> weight [D], bias. Raises UsageError as `folds` does.
 
-    The strength is the weakest that ranks held-out labels about as well as the best (`weakest`;
-    the rule of one standard error, Breiman et al. 1984): a policy goes to states that nobody
-    labelled, and the stronger fit is the one that it finds errors of. Every label weighs the same:
-    where good states are rare, weighing them more would weigh slips more. A second regression, on
-    these logits, says how far they can be trusted (Platt 1999): without it a head that ranks well
-    is sure of everything, and a reward of zeros and ones shows no way. There both kinds weigh the
-    same, or a rare pose would get next to nothing.
+    The strength is the weakest that ranks held-out labels about as well as the best: a policy goes
+    to states that nobody labelled, and the stronger fit is the one that it finds errors of. Every
+    label weighs the same: where good states are rare, weighing them more would weigh slips more. A
+    second regression, on these logits, says how far they can be trusted (Platt 1999): without it a
+    head that ranks well is sure of everything, and a reward of zeros and ones shows no way. There
+    both kinds weigh the same, or a rare pose would get next to nothing.
     """
 
     def fit_with(strength):
