@@ -36,8 +36,9 @@ class Labelled:
     def __len__(self):
         return len(self.good)
 
+    @functools.cached_property
     def folds(self):
-        """Split into up to five folds of whole episodes -> [(rows to fit, rows held out)]. Raises
+        """Up to five folds of whole episodes, [(rows to fit, rows held out)]. Raises
         UsageError unless good states and others are in at least two episodes each."""
         from sklearn.model_selection import StratifiedGroupKFold  # takes a second
 
@@ -55,7 +56,7 @@ class Labelled:
         """Return the logit of each label [K] by `fit` (Labelled -> weight, bias) of the other
         folds, NaN where these are too few."""
         logits = np.full(len(self), np.nan)
-        for rows, out in self.folds():
+        for rows, out in self.folds:
             try:
                 weight, bias = fit(self[rows])
             except UsageError:
@@ -73,7 +74,7 @@ class Labelled:
         ranks the labels about as well as the best: its AUC, a mean over folds, is lower by at most
         one standard error of this difference (the rule of Breiman et al. 1984). Folds with labels
         of one kind tell nothing; without two others it is the first."""
-        found = [[auc(logits[out], self.good[out]) for logits in trials] for _, out in self.folds()]
+        found = [[auc(logits[out], self.good[out]) for logits in trials] for _, out in self.folds]
         found = np.array([row for row in found if np.isfinite(row).all()])
         if len(found) < 2:
             return 0

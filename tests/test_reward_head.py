@@ -105,7 +105,7 @@ def test_episodes_are_held_out_whole():
     good = (np.arange(30) % 3 == 0)[episodes]
     known = fit.Labelled(features, good, episodes)
     assert known.auc(known.held_out(fit.fit_head)) < 0.65
-    for rows, out in known.folds():
+    for rows, out in known.folds:
         assert not set(episodes[rows]) & set(episodes[out])
     alone = fit.Labelled(features, good, np.arange(240))  # the leak that this avoids
     assert alone.auc(alone.held_out(fit.fit_head)) > 0.95
