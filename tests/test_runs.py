@@ -186,6 +186,43 @@ def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
     torch.testing.assert_close(var.double(), seen.var(0, correction=0), atol=1e-4, rtol=1e-3)
 
 
+@MOSTLY_DQN
+def test_a_new_run_may_start_with_the_networks_of_a_checkpoint(script, tmp_path):
+    more = ["--normalize-observations"] if script is sac else []
+    run(script.__file__, *TRUTH, *more, "--total-timesteps", 72, "--runs-dir", tmp_path / "first")
+    start = only_run(tmp_path / "first") / "checkpoints/step_72.pt"
+    words = [script.__file__, "--resume", start, "--gamma", 0.5, "--total-timesteps"]
+    # with learning rates of next to nothing the networks stay what they were
+    rates = "--policy-lr --q-lr" if script is sac else "--learning-rate"
+    still = [x for rate in rates.split() for x in (rate, 1e-30)]
+    still += ["--tau", 1e-30] if script is sac else []
+    printed = run(*words, 24, *still, "--runs-dir", tmp_path / "still").stdout
+    assert f"networks of {start}; all else begins anew" in printed
+    was, now = torch.load(start), checkpoint(only_run(tmp_path / "still"))
+    assert now["global_step"] == 24 and now["replay"]["count"] < was["replay"]["count"]
+    for name in ("actor", "critic", "target_critic") if script is sac else ("q_network",):
+        for key, value in was[name].items():
+            if "normalize" not in key:
+                torch.testing.assert_close(now[name][key], value, rtol=0, atol=1e-20)
+    if script is sac:  # which goes on counting; and it acts by its policy at once
+        assert now["best"]["global_step"] == 24
+        assert now["actor"]["normalize.count"] == was["actor"]["normalize.count"] + 13 * 2
+        assert now["log_alpha"] == pytest.approx(math.log(sac.Args().entropy_coef), abs=1e-6)
+    # it is a run as any other
+    for steps in 48, 96:
+        run(*words, steps, "--runs-dir", tmp_path / str(steps))
+    half, whole = only_run(tmp_path / "48"), only_run(tmp_path / "96")
+    run(script.__file__, "--resume", half, "--total-timesteps", 96)
+    assert equal(checkpoint(half), checkpoint(whole))
+    saved = [json.loads((folder / "args.json").read_text()) for folder in (half, whole)]
+    assert [flags["resume"] for flags in saved] == [str(start)] * 2
+    assert saved[1]["gamma"] == 0.5 and saved[1]["learning_starts"] == 0
+    (line,) = run(*words, 48, "--hidden-size", 16, code=2).stderr.splitlines()
+    assert "the checkpoint does not fit these flags or networks" in line
+    words[2] = start.with_name("best.pt")
+    assert "networks: it has no " in run(*words, 48, code=2).stderr
+
+
 def test_a_run_is_found_by_latest_and_by_the_folder_around_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, two = Path("runs/kneeling/one"), Path("runs/two")

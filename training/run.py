@@ -50,7 +50,9 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     this prompt, if there is one"""
     resume: str | None = None
     """folder of the run to resume, with its own flags, or a folder with one run in it; or latest:
-    the newest run in --runs-dir that was started with these flags, or a new one if there is none"""
+    the newest run in --runs-dir that was started with these flags, or a new one if there is none;
+    or a checkpoint RUN/checkpoints/step_<n>.pt: a new run that starts with its networks and may
+    have other flags, such as another --reward-head"""
 
 
 # Flags that may be given with --resume: how long, where and how often, but not what is learned.
@@ -136,7 +138,8 @@ def on_stop_signals(handler):
 
 def parse_args(Args, description):
     """Parse the command line, with --resume on top of the run's own flags. From here on errors are
-    one line, and until the run has begun a stop signal ends the program at once."""
+    one line, and until the run has begun a stop signal ends the program at once. A new run that
+    starts with the networks of a checkpoint has --learning-starts 0 unless that is given."""
     import tyro
 
     sys.excepthook = excepthook
@@ -154,11 +157,14 @@ def parse_args(Args, description):
         say(f"--resume latest: {args.resume or 'no such run yet, starting one'}")
     if args.resume is None:
         return args
-    resume = str(run_folder(args.resume))
-    given, saved = own_code(args), load_args(resume, Args)
+    path = Path(args.resume).resolve()
+    new = path.is_file()
+    folder = run_folder(path.parents[1] if new else args.resume)
+    given, saved = own_code(args), load_args(folder, Args)
+    saved.learning_starts = 0 if new else saved.learning_starts
     args = parse(default=saved)
-    args.resume = resume
-    for name in changed_flags(saved, args)[:1]:
+    args.resume = str(path if new else folder)
+    for name in changed_flags(saved, args)[: not new]:
         flag, was = name.replace("_", "-"), vars(saved)[name]
         raise UsageError(f"--{flag} was {was!r} in the run to resume; leave it out")
     if needed := [word for word in own_code(args) if word not in given]:
@@ -255,11 +261,16 @@ class Run:
         self.best, self.recent = {}, []  # best.pt's content, and the latest mean rewards
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
         try:
-            self.folder = Path(args.resume) if args.resume else self._new_folder()
+            resume, saved = Path(args.resume or ""), vars(args).copy()
+            self.networks = load_checkpoint(resume) if resume.is_file() else {}
+            resumed = args.resume and not self.networks
+            self.folder = resume if resumed else self._new_folder()
             self._lock()
-            self.restored = self._newest_checkpoint() if args.resume else {}
+            self.restored = self._newest_checkpoint() if resumed else {}
             (self.folder / "checkpoints").mkdir(exist_ok=True)
-            saved = {"script": os.path.abspath(sys.argv[0])} | vars(args)
+            if resumed:  # whose networks it began with
+                saved["resume"] = saved_flags(self.folder).get("resume")
+            saved = {"script": os.path.abspath(sys.argv[0])} | saved
             write(self.folder / "args.json", json.dumps(saved, indent=2).encode())
             if args.track:
                 self._track()
@@ -321,18 +332,23 @@ class Run:
         wandb.init(sync_tensorboard=True, config=vars(self.args), resume="allow", **names)
 
     def restore(self, parts, look=""):
-        """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint.
-        Optimiser settings (lr, fused, capturable) are not restored: they come from this run.
-        `look` says how pictures are drawn; raises UsageError if they were drawn otherwise."""
+        """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint;
+        of another run's checkpoint only the modules. Optimiser settings (lr, fused, capturable) are
+        not restored: they come from this run. `look` says how pictures are drawn; raises UsageError
+        if they were drawn otherwise."""
         self.look = look
-        if not self.restored:
+        new, restored = bool(self.networks), self.networks or self.restored
+        self.networks = self.restored = {}  # they keep the file mapped
+        if not restored:
             return
-        if look != self.restored.get("look", look):
-            were = f"the run's pictures were drawn by {self.restored['look']}, these by {look}"
+        if not new and look != restored.get("look", look):
+            were = f"the run's pictures were drawn by {restored['look']}, these by {look}"
             raise UsageError(f"{were}: choose with --renderer and --render-quality")
         try:
             for name, part in parts.items():
-                state = self.restored[name]
+                if new and not isinstance(part, torch.nn.Module):
+                    continue
+                state = restored[name]
                 if isinstance(part, torch.Tensor):
                     part.data.copy_(state)
                     continue
@@ -340,15 +356,18 @@ class Run:
                     state = state | {"param_groups": part.state_dict()["param_groups"]}
                 part.load_state_dict(state)
         except (KeyError, RuntimeError) as error:
-            problem = " ".join(str(error).split())[:300]
+            problem = "it has no " * isinstance(error, KeyError) + str(error)
+            problem = " ".join(problem.split())[:300]
             raise UsageError(
                 f"the checkpoint does not fit these flags or networks: {problem}"
             ) from error
-        self.rollout, self.recent = self.restored["rollout"], self.restored["recent"]
-        self.best = copy.deepcopy(self.restored["best"])
+        if new:
+            return say(f"networks of {self.args.resume}; all else begins anew")
+        self.rollout, self.recent = restored["rollout"], restored["recent"]
+        self.best = copy.deepcopy(restored["best"])
         if self.best:  # the file may be of a later rollout
             write(self.folder / "checkpoints/best.pt", self.best)
-        self.saved_step, self.restored = self.step, {}  # it keeps the file mapped
+        self.saved_step = self.step
 
     def due(self, every, steps):
         """Return whether the last `steps` passed a multiple of `every`, or ended the run."""
