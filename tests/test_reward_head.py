@@ -334,6 +334,13 @@ def test_dqn_learns_from_a_head_and_resumes_to_the_bit(head, mixed, tmp_path):
     refused = run(script, "--resume", half, "--total-timesteps", 120, code=2).stderr
     assert f"--reward-head {copied} is missing or has changed" in refused
     assert len(refused.splitlines()) == 1
+    # a new run may go on with it
+    words = ["--resume", half / "checkpoints/step_96.pt", "--reward-head", copied]
+    run(script, *words, "--total-timesteps", 24, "--runs-dir", tmp_path / "new")
+    saved = json.loads((only_run(tmp_path / "new") / "args.json").read_text())
+    assert saved["reward_head"] == with_hash(str(copied))
+    rewards = checkpoint(only_run(tmp_path / "new"))["replay"]["rings"][3]
+    assert len(rewards) == 24 and rewards.std() > 0
 
 
 def test_sac_learns_from_a_head_of_three_cameras(tmp_path):
