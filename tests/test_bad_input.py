@@ -55,6 +55,7 @@ BOTH = """
 --video-freq -1                             | video_freq
 --resume /nowhere                           | /nowhere
 --resume {folder}                           | neither a run's folder
+--resume {readme}                           | README.md is neither a run's folder
 --judge flying                              | --judge flying
 --judge nowhere.py:f                        | nowhere.py
 --judge {judges}:number                     | number is not a function

@@ -158,7 +158,7 @@ def parse_args(Args, description):
     if args.resume is None:
         return args
     path = Path(args.resume).resolve()
-    new = path.is_file()
+    new = path.suffix == ".pt" and path.is_file()
     folder = run_folder(path.parents[1] if new else args.resume)
     given, saved = own_code(args), load_args(folder, Args)
     saved.learning_starts = 0 if new else saved.learning_starts
