@@ -38,8 +38,8 @@ class Labelled:
 
     @functools.cached_property
     def folds(self):
-        """Up to five folds of whole episodes, [(rows to fit, rows held out)]. Raises
-        UsageError unless good states and others are in at least two episodes each."""
+        """Up to five folds of whole episodes, [(rows to fit, rows held out)]. Raises UsageError
+        unless good states and others are in at least two episodes each."""
         from sklearn.model_selection import StratifiedGroupKFold  # takes a second
 
         fewest = min(len(np.unique(self.episodes[self.good == kind])) for kind in (True, False))

@@ -161,10 +161,12 @@ def parse_args(Args, description):
     new = path.suffix == ".pt" and path.is_file()
     folder = run_folder(path.parents[1] if new else args.resume)
     given, saved = own_code(args), load_args(folder, Args)
-    saved.learning_starts = 0 if new else saved.learning_starts
+    if new:
+        saved.learning_starts = 0
     args = parse(default=saved)
     args.resume = str(path if new else folder)
-    for name in changed_flags(saved, args)[: not new]:
+    changed = [] if new else changed_flags(saved, args)
+    for name in changed[:1]:
         flag, was = name.replace("_", "-"), vars(saved)[name]
         raise UsageError(f"--{flag} was {was!r} in the run to resume; leave it out")
     if needed := [word for word in own_code(args) if word not in given]:
@@ -261,20 +263,20 @@ class Run:
         self.best, self.recent = {}, []  # best.pt's content, and the latest mean rewards
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
         try:
-            resume, saved = Path(args.resume or ""), vars(args).copy()
-            self.networks = load_checkpoint(resume) if resume.is_file() else {}
-            resumed = args.resume and not self.networks
-            self.folder = resume if resumed else self._new_folder()
+            start = Path(args.resume or "")  # a run's folder, or a checkpoint for a new run
+            self.resumed = bool(args.resume) and not start.is_file()
+            self.restored = load_checkpoint(start) if start.is_file() else {}
+            self.folder = start if self.resumed else self._new_folder()
             self._lock()
-            self.restored = self._newest_checkpoint() if resumed else {}
+            saved = {"script": os.path.abspath(sys.argv[0])} | vars(args)
+            if self.resumed:
+                self.restored = self._newest_checkpoint()
+                self.step = self.first_step = self.restored.get("global_step", 0)
+                saved["resume"] = saved_flags(self.folder).get("resume")  # what it began with
             (self.folder / "checkpoints").mkdir(exist_ok=True)
-            if resumed:  # whose networks it began with
-                saved["resume"] = saved_flags(self.folder).get("resume")
-            saved = {"script": os.path.abspath(sys.argv[0])} | saved
             write(self.folder / "args.json", json.dumps(saved, indent=2).encode())
             if args.track:
                 self._track()
-            self.step = self.first_step = self.restored.get("global_step", 0)
             self.writer = SummaryWriter(self.folder, purge_step=self.step + 1)
             rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
             self.writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{rows}")
@@ -337,17 +339,17 @@ class Run:
         not restored: they come from this run. `look` says how pictures are drawn; raises UsageError
         if they were drawn otherwise."""
         self.look = look
-        new, restored = bool(self.networks), self.networks or self.restored
-        self.networks = self.restored = {}  # they keep the file mapped
+        restored, self.restored = self.restored, {}  # it keeps the file mapped
         if not restored:
             return
-        if not new and look != restored.get("look", look):
+        if not self.resumed:
+            module = torch.nn.Module
+            parts = {name: part for name, part in parts.items() if isinstance(part, module)}
+        elif look != restored.get("look", look):
             were = f"the run's pictures were drawn by {restored['look']}, these by {look}"
             raise UsageError(f"{were}: choose with --renderer and --render-quality")
         try:
             for name, part in parts.items():
-                if new and not isinstance(part, torch.nn.Module):
-                    continue
                 state = restored[name]
                 if isinstance(part, torch.Tensor):
                     part.data.copy_(state)
@@ -356,12 +358,12 @@ class Run:
                     state = state | {"param_groups": part.state_dict()["param_groups"]}
                 part.load_state_dict(state)
         except (KeyError, RuntimeError) as error:
-            problem = "it has no " * isinstance(error, KeyError) + str(error)
+            problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             problem = " ".join(problem.split())[:300]
             raise UsageError(
                 f"the checkpoint does not fit these flags or networks: {problem}"
             ) from error
-        if new:
+        if not self.resumed:
             return say(f"networks of {self.args.resume}; all else begins anew")
         self.rollout, self.recent = restored["rollout"], restored["recent"]
         self.best = copy.deepcopy(restored["best"])
