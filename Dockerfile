@@ -2,7 +2,7 @@
 # docker run --init --gpus all -v clip-reward:/data clip-reward \
 #     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --runs-dir /data/runs
 #
-# Debian 12 has the Python (3.11) that requirements.txt was tested with. benchmarks/container.sh runs the
+# Debian 12 has the Python (3.11) that the requirements were tested with. benchmarks/container.sh runs the
 # steps below without Docker, in a Debian made by debootstrap.
 FROM debian:bookworm-slim
 # procps stops a run in its pod; KubeRay's health checks use wget (kube/rayjob.yaml). For --compile add
@@ -22,8 +22,9 @@ RUN mkdir -p /usr/share/glvnd/egl_vendor.d && echo \
 RUN useradd --uid 1000 --create-home trainer && install -d -o 1000 -g 1000 /app /data
 # The environment is /usr/local itself: KubeRay's login shells reset PATH.
 RUN python3 -m venv /usr/local
-COPY requirements.txt /tmp/
-RUN sed '/^# labelling/Q' /tmp/requirements.txt | pip install --no-cache-dir -r /dev/stdin
+COPY requirements*.txt /tmp/
+RUN sed -i '/^# labelling/,$d' /tmp/requirements-dev.txt && \
+    pip install --no-cache-dir -r /tmp/requirements-dev.txt
 # Downloaded weights, on the volume.
 ENV HF_HOME=/data/huggingface
 # The code comes last, so that changing it rebuilds the image in seconds.

@@ -9,22 +9,32 @@ DRAW := import egl_render; egl_render.setup_gl(); egl_render.gl_renderer()
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive apt-get -qq
 INSTALL := $(APT) update && $(APT) install -y --no-install-recommends >/dev/null
 
-.PHONY: help setup gl browser train test test-all coverage lint tensorboard tiny_clip clean
+.PHONY: help setup dev gl browser train test test-all coverage lint tensorboard tiny_clip clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
 
-setup: $(VENV)/.installed gl
+setup: $(VENV)/.installed
+
+dev: $(VENV)/.installed-dev gl
+
+# Without --no-compile pip would compile all of torch, most of which is never imported.
+PIP := $(PY) -m pip install --disable-pip-version-check --no-compile -q
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
 		|| { echo "this Python cannot make a venv; on Debian: apt-get install -y python3-venv"; exit 1; }
-	$(PY) -m pip install --disable-pip-version-check -q -r requirements.txt
+	$(PIP) -r requirements.txt
 	@touch $@
 
-# Install the system's EGL if it is missing; where that is not possible, print the command.
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+# The tests compare Warp's pictures with OpenGL's. Install the system's EGL if it is missing; where
+# that is not possible, print the command.
 gl: $(VENV)/.installed
 	@$(PY) -c '$(DRAW)' 2>/dev/null || { \
 		echo "no OpenGL to draw with; installing $(GL_PACKAGES)"; \
@@ -40,35 +50,28 @@ browser:
 		$(INSTALL) chromium chromium-driver \
 			|| echo "that was not possible here: its tests will fail and say what to install"; }
 
-# Seven minutes on two cores once everything is installed. The paper's method except for: 24
-# times its updates per step, layer norm in the critics to allow that, normalised observations, 3-step
-# returns, and three cameras, the paper's and one 60 degrees to either side: from a single one the
-# robot can hide its knees. With a GPU and the real CLIP see the README.
-# One thread: with two an update of 128 transitions takes 1.6 times as long (docs/speed.md).
+# The defaults are the recipe (docs/results.md). With a GPU and the real CLIP see the README.
 train: $(VENV)/.installed
-	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); export OMP_NUM_THREADS=1; \
-	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \
-		--clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 120 180 240 --n-step 3 \
-		--num-envs 8 --total-timesteps 36000 --learning-starts 4800 --gradient-steps 600 \
-		--batch-size 128 --gamma 0.97 --entropy-coef 0.05 --normalize-observations --layer-norm \
-		--video-freq 16000 --checkpoint-freq 16000 --runs-dir $$runs; \
+	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); \
+	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --clip-model tiny_clip \
+		--total-timesteps 36000 --runs-dir $$runs; \
 	$(PY) eval_epic.py success --run $$runs
 
 # two at a time, as on a machine with two cores
-test: setup browser
+test: dev browser
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-all: test
 	$(PY) -m pytest -n 2 --dist loadgroup -m slow
 
 # of the top-level files, evaluation/ and training/, with their subprocesses
-coverage: setup browser
+coverage: dev browser
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest -n 2 --dist loadgroup
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report --sort=cover
 
-lint: setup
+lint: dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -82,7 +85,7 @@ tensorboard: setup
 # misses, limbs anywhere and ever more of what policies found.
 MORE = $(PY) tiny_clip/train.py --init tiny_clip --epochs 4 \
 	--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
-tiny_clip: setup
+tiny_clip: dev
 	$(PY) tiny_clip/train.py
 	$(PY) tiny_clip/train.py --init tiny_clip --seed 2 --pictures 12000 --shares 0.3 0.2 0.5 \
 		--epochs 5 --lr 5e-4

@@ -2,24 +2,21 @@
 (VLM-RM, arXiv 2310.12921; double DQN, arXiv 1509.06461). Environments, network, replay buffer,
 updates, the loop and the names of all scalars are in this file.
 
-CartPole, the paper's setting (ViT-bigG-14, 3 million steps):
+CartPole:
 
     python dqn_clip_classic.py --target-prompt "pole vertically upright on top of the cart"
 
 Offline on a laptop, with the small CLIP that comes with the project:
 
     python dqn_clip_classic.py --target-prompt "pole vertically upright on top of the cart" \\
-        --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --learning-starts 1000 \\
-        --total-timesteps 40000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
-        --target-network-frequency 1
+        --clip-model tiny_clip
 
 MountainCar in the same way:
 
-    python dqn_clip_classic.py --env-id MountainCar-v0 \\
-        --target-prompt "a car at the peak of the mountain, next to the yellow flag" \\
-        --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --learning-starts 1000 \\
-        --total-timesteps 80000 --learning-rate 5e-4 --anneal-lr --tau 0.01 \\
-        --target-network-frequency 1
+    python dqn_clip_classic.py --env-id MountainCar-v0 --clip-model tiny_clip \\
+        --target-prompt "a car at the peak of the mountain, next to the yellow flag"
+
+The paper's own settings are in docs/paper.md.
 
 DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
 
@@ -64,9 +61,9 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """CartPole-v1 or MountainCar-v0"""
-    total_timesteps: PositiveInt = 3_000_000
+    total_timesteps: PositiveInt = 80_000
     """environment steps, rounded up to whole rollouts"""
-    num_envs: PositiveInt = 1
+    num_envs: PositiveInt = 4
     """environments stepped in turn by this process: a step takes microseconds"""
     episode_length: PositiveInt = 200
     """steps of every episode; a rollout is one episode of each environment"""
@@ -78,19 +75,19 @@ class Args(RunArgs):
     """discount factor"""
     batch_size: PositiveInt = 64
     """transitions per update"""
-    learning_starts: NonNegativeInt = 75_000
+    learning_starts: NonNegativeInt = 1000
     """steps of random actions before the first update"""
     gradient_steps: PositiveInt = 200
     """updates after each rollout (num_envs * episode_length steps; fewer after a shorter one)"""
-    target_network_frequency: PositiveInt = 200
+    target_network_frequency: PositiveInt = 1
     """updates of the network between two of the target network"""
-    tau: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """target smoothing coefficient; 1: a copy"""
+    tau: Annotated[float, Interval(gt=0, le=1)] = 0.01
+    """target smoothing coefficient; 1: a copy, as in the paper"""
     double: bool = True
     """double DQN: the network chooses the next action and the target network evaluates it"""
-    learning_rate: Annotated[float, Interval(gt=0, le=1)] = 2.3e-3
+    learning_rate: Annotated[float, Interval(gt=0, le=1)] = 5e-4
     """learning rate of the network"""
-    anneal_lr: bool = False
+    anneal_lr: bool = True
     """anneal the learning rate linearly to 0 over total_timesteps (not in the paper)"""
     max_grad_norm: Annotated[float, Interval(gt=0)] = 10.0
     """gradients are clipped to this norm"""
@@ -128,7 +125,7 @@ def make_env(args: Args):
 def make_renderer(args: Args, device="cpu", size: int | None = None):
     """Make what draws states; called in every reward worker. These pictures need no GPU."""
     textured = args.textured and args.env_id != "CartPole-v1"
-    return classic.ClassicRenderer(args.env_id, size or args.render_size, textured)
+    return classic.ClassicRenderer(args.env_id, size or args.frame_size, textured)
 
 
 def check_args(args: Args) -> None:
@@ -253,6 +250,7 @@ if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
     use_clip, T, N = args.reward == "clip", args.episode_length, args.num_envs
+    scored = clip_reward.scored_steps(T, args.score_every)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
@@ -316,7 +314,7 @@ if __name__ == "__main__":
             actions[t] = np.where(explore[t], any_action[t], best_actions)
             observations[t + 1], env_rewards[t], _, _, infos = envs.step(actions[t])
             states[t] = np.stack(infos["states"])
-            if use_clip:
+            if use_clip and t in scored:
                 pool.put(states[t])
             valid[t] = ~infos.get("over", np.zeros(N, bool))  # with --terminate: until the end
             terminations[t] = infos.get("terminated", 0)
@@ -325,11 +323,16 @@ if __name__ == "__main__":
 
         # 2. Take the rewards. The reward of (s, a, s') is CLIP's score of the picture of s'.
         t1 = time.perf_counter()
-        rewards = pool.take().reshape(T, N) if use_clip else env_rewards
+        rewards = env_rewards
+        if use_clip:
+            rewards = np.zeros((T, N), np.float32)
+            rewards[scored] = pool.take().reshape(-1, N)
         t2 = time.perf_counter()
         run.check_finite(
             env_seeds, observation=observations, env_reward=env_rewards, reward=rewards
         )
+        if use_clip:
+            rewards = clip_reward.interpolate(rewards, scored)
         columns = (observations[:-1], observations[1:], actions, rewards, terminations)
         buffer.add(*(column[valid] for column in columns))
         steps = int(valid.sum())
@@ -365,15 +368,16 @@ if __name__ == "__main__":
         scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
         if use_clip:
             scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
+            scalars["charts/clip_pictures"] = run.rollout * len(scored) * N
             scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
             scalars["charts/worker_restarts"] = pool.restarts
         run.log(scalars)
 
         # 5. Save
-        if run.due(args.video_freq, steps):
+        if run.due(args.video_freq, run.step - steps, run.step):
             film = states[:, 0][valid[:, 0]]  # the first environment's episode
             run.video(pool.render(film, size=600), envs.metadata["render_fps"])
-        if run.due(args.checkpoint_freq, steps):
+        if run.due(args.checkpoint_freq, run.step - steps, run.step):
             run.save(saved)
 
     run.save(saved)  # a stopped run, too

@@ -13,7 +13,6 @@ import contextlib
 import ctypes.util
 import functools
 import importlib.util
-import math
 import os
 import sys
 import warnings
@@ -49,9 +48,6 @@ def setup_gl(device: object = "cpu") -> None:
     # segmentation fault; loading it first is not.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton._C.libtriton")
-    # Handing a small picture to Mesa's threads costs more than they save: 64 px in light quality
-    # take 1.3 times the CPU time with two of them.
-    os.environ.setdefault("LP_NUM_THREADS", "0")
     if _device.startswith("cuda"):  # a worker inherits its parent's, which may be another GPU
         os.environ["MUJOCO_EGL_DEVICE_ID"] = _device.partition(":")[2] or "0"
     if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
@@ -124,11 +120,11 @@ def egl_address() -> str:
 
 
 def draws_by_warp(args: "RenderArgs") -> bool:
-    """Return whether MuJoCo Warp draws: it was asked for, or it is installed and this process has
-    no OpenGL."""
+    """Return whether MuJoCo Warp draws: it was asked for, or it is installed and no GPU draws by
+    OpenGL here."""
     if args.renderer == "auto" and importlib.util.find_spec("mujoco_warp"):
         try:
-            return not gl_renderer()
+            return is_software(gl_renderer())
         except UsageError:
             return True
     return args.renderer == "warp"
@@ -167,13 +163,11 @@ Metres = Annotated[float, Interval(gt=-1e6, lt=1e6)]
 class RenderArgs:
     """Flags of the pictures that CLIP sees."""
 
-    render_size: Annotated[int, Interval(ge=16, le=8192)] = 480
-    """height and width of the frames in pixels"""
+    render_size: Annotated[int | None, Interval(ge=16, le=8192)] = None
+    """height and width of the frames in pixels (default: 480, for tiny_clip 64)"""
     renderer: Literal["auto", "egl", "warp"] = "auto"
-    """what draws MuJoCo's states: OpenGL by EGL, or MuJoCo Warp (pip install .[warp]), which needs
-    no OpenGL and draws where CLIP computes; auto: OpenGL if there is one"""
-    render_quality: Literal["auto", "full", "light"] = "auto"
-    """light: no shadows, no antialiasing; auto: full on a GPU, light in software"""
+    """what draws MuJoCo's states: OpenGL by EGL, or MuJoCo Warp, which needs no OpenGL and draws on
+    the device that CLIP uses; auto: EGL if a GPU draws by it, otherwise Warp"""
     textured: bool = True
     """realistic sky, stone floor and sunlight, a humanoid of metal, MountainCar as a landscape;
     otherwise Gymnasium's own look"""
@@ -268,36 +262,9 @@ def choose_camera(
 
 # ------------------------------------------------------------------------------ MuJoCo
 
-# Light quality, for software GL, where shadow maps, reflections, multisampling and vertices (most
-# of them the floor's) take the time. At 64 px without the first three a frame takes 3.7 ms of CPU
-# time with MuJoCo's floor and 0.9 with this one; rewards rank states as well (docs/speed.md).
-SLICES, STACKS = 14, 8  # facets around and along a capsule or sphere (MuJoCo: 28, 16)
-FLOOR_CELLS = 20  # squares along a plane's side (MuJoCo: up to 200)
 
-
-def _coarse_sizes(model):
-    """Return sizes [ngeom, 3] of the geoms in which planes have at most FLOOR_CELLS squares a side.
-    (The third size of a finite plane is that of its squares.)"""
-    import mujoco
-
-    sizes = model.geom_size.copy()
-    sight = 2 * model.vis.map.zfar * model.stat.extent  # so large that no corner is ever seen
-    for geom in np.flatnonzero(model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE):
-        size, material = sizes[geom], model.geom_matid[geom]
-        for axis in np.flatnonzero(size[:2] <= 0):
-            # The texture of a finite plane starts at its corner, that of an infinite one at its
-            # centre: the pattern is the same if half a side is an odd number of repeats.
-            repeat = model.mat_texrepeat[material, axis] if material >= 0 else 0
-            tile = 1 / repeat if repeat > 0 else sight
-            size[axis] = tile * (2 * math.ceil(sight / tile / 2) + 1)
-        size[2] = max(size[2], 2 * size[:2].max() / FLOOR_CELLS)
-    return sizes
-
-
-def look_of(size: int, camera: Camera | list[Camera], quality: str) -> tuple:
-    """Return a renderer's cameras and the shape of its frames. Raises ValueError."""
-    if quality not in ("auto", "full", "light"):
-        raise ValueError(f"quality must be auto, full or light, not {quality!r}")
+def views_of(size: int, camera: Camera | list[Camera]) -> tuple[list[Camera], tuple[int, ...]]:
+    """Return a renderer's cameras and the shape of its frames."""
     if isinstance(camera, list):
         return camera, (len(camera), size, size, 3)
     return [camera], (size, size, 3)
@@ -315,55 +282,31 @@ class MujocoRenderer:
     """Draw MuJoCo states without stepping, as `env.render()` draws them.
 
     Args:
-        model: compiled mujoco.MjModel; "light" changes its visual quality in place.
+        model: compiled mujoco.MjModel.
         size: height and width of the frames in pixels.
         camera: a `Camera`, or a list of V: each state is drawn by each, and a frame is [V, H, W, 3]
             where it would be [H, W, 3]. See `choose_camera`, `env_camera` and `PAPER_CAMERA`.
-        quality: "full" is the model's own (MuJoCo's default: 4096 px shadow map, 4 samples a
-            pixel). "light" has neither and fewer facets. "auto": light in software.
-    Raises UsageError as `gl_renderer`, or for software on a CUDA device unless quality is "light".
+    Raises UsageError as `gl_renderer`.
     """
+
+    look = "egl"
 
     def __init__(
         self,
         model: "mujoco.MjModel",
         size: int = 480,
         camera: Camera | list[Camera] = PAPER_CAMERA,
-        quality: str = "auto",
     ) -> None:
         import mujoco
 
-        self.cameras, self.frame_shape = look_of(size, camera, quality)
+        self.cameras, self.frame_shape = views_of(size, camera)
         name = gl_renderer()
-        if _device != "cpu" and is_software(name) and quality != "light":
-            raise UsageError(
-                f"{name} draws in software instead of {_device}: install NVIDIA's libEGL (in a "
-                "container: NVIDIA_DRIVER_CAPABILITIES=all), or use --renderer warp, which needs "
-                "none, or --render-quality light"
-            )
-        light = quality == "light" or (quality == "auto" and is_software(name))
-        self.look = f"egl, {'light' if light else 'full'} quality"
         hardware = _device != "cpu" and not is_software(name)
         self.description = f"{name} ({gpu_address()})" if hardware else name
         self.model, self.data = model, mujoco.MjData(model)
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, size)
         model.vis.global_.offheight = max(model.vis.global_.offheight, size)
-        sizes = kept = model.geom_size.copy()
-        if light:
-            model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-            model.vis.quality.numslices, model.vis.quality.numstacks = SLICES, STACKS
-            model.mat_reflectance[:] = 0
-            sizes = _coarse_sizes(model)
-        # A plane's squares are made here, once. The model's planes stay infinite, so that MuJoCo
-        # keeps their centre near the camera; the new sizes go to the scene that is drawn.
-        model.geom_size[:] = sizes
         self._renderer = mujoco.Renderer(model, size, size, max_geom=1000)
-        model.geom_size[:] = kept
-        self._renderer.update_scene(self.data)
-        scene, plane = self._renderer.scene, mujoco.mjtGeom.mjGEOM_PLANE
-        scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] &= not light
-        geoms = scene.geoms[: scene.ngeom]
-        self._planes = [(geom, sizes[geom.objid]) for geom in geoms if geom.type == plane]
 
     def _view(self, camera):
         """Return the mujoco.MjvCamera of a `Camera` for the state in `data`."""
@@ -407,8 +350,6 @@ class MujocoRenderer:
         # pixels would depend on which picture was drawn before
         mujoco.mjv_updateCamera(self.model, self.data, view, self._renderer.scene)
         self._renderer.update_scene(self.data, view)
-        for geom, size in self._planes:
-            geom.size = size
         self._renderer.render(out=picture)
 
     def close(self) -> None:

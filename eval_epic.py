@@ -71,8 +71,6 @@ egl_render.setup_gl()  # before an environment or a judge imports mujoco
 class Pictures(egl_render.RenderArgs):
     """How states are drawn; the defaults are the run's own flags, or those of training."""
 
-    render_size: Annotated[int | None, Interval(ge=16, le=8192)] = None
-    render_quality: Literal["auto", "full", "light"] | None = None
     textured: bool | None = None
 
     def apply(self, args):
@@ -277,8 +275,8 @@ class Landscape:
     of arXiv 2310.12921)."""
 
     reward: Rewards = field(default_factory=Rewards)
-    render_size: Annotated[int, Interval(ge=16, le=8192)] = 480
-    """height and width of the frames in pixels"""
+    render_size: Annotated[int | None, Interval(ge=16, le=8192)] = None
+    """height and width of the frames in pixels (default: 480, for tiny_clip 64)"""
     out: Path = Path("runs/landscape.png")
     """the picture"""
 
@@ -301,7 +299,7 @@ class Label(OnDataset):
     uncertain: Path | None = None
     """file of a head: ask first for the frames that it is least sure of, instead"""
     likely: str | None = None
-    """a model, such as local-dir:tiny_clip: ask first for the frames that it scores highest by the
+    """a model, such as tiny_clip: ask first for the frames that it scores highest by the
     task's words, instead; for poses that are rare in the dataset"""
 
     def session(self):

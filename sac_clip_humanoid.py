@@ -2,17 +2,18 @@
 (VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905). Environments, networks, replay buffer, updates,
 the loop and the names of all scalars are in this file.
 
-The paper's setting, ViT-bigG-14 and 10 million steps, on every GPU of this machine (some of them:
---reward-devices cuda:0 cuda:1; all GPUs of a Ray cluster: --reward-devices ray):
+The defaults are the recipe that learned the paper's eight poses with the fewest pictures. On every
+GPU of this machine (some of them: --reward-devices cuda:0 cuda:1; all GPUs of a Ray cluster:
+--reward-devices ray):
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
 
 Offline on a laptop, with the small CLIP that comes with the project:
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \\
-        --clip-model local-dir:tiny_clip --render-size 64 --camera-azimuth 120 180 240 --n-step 3 \\
-        --num-envs 8 --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 \\
-        --batch-size 128 --gamma 0.97 --entropy-coef 0.05 --normalize-observations --layer-norm
+        --clip-model tiny_clip --total-timesteps 64000
+
+The paper's own settings are in docs/paper.md.
 
 Another Gymnasium task with continuous actions (MODULE:NAME for one of your own):
 
@@ -65,26 +66,26 @@ class Args(RunArgs):
     env_id: str = "Humanoid-v5"
     """Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers it.
     MuJoCo tasks are drawn from their states, others by their own render()"""
-    total_timesteps: PositiveInt = 10_000_000
+    total_timesteps: PositiveInt = 300_000
     """environment steps, rounded up to whole rollouts"""
-    num_envs: PositiveInt = 32
+    num_envs: PositiveInt = 8
     """parallel environments, a process for each (Humanoid-v5, MountainCarContinuous: all in one)"""
     episode_length: PositiveInt = 100
     """steps of every episode, none ends earlier; a rollout is one episode of each environment"""
     buffer_size: PositiveInt = 1_000_000
     """transitions in the replay buffer, rounded down to whole rollouts"""
-    gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.95
+    gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.97
     """discount factor"""
-    n_step: PositiveInt = 1
+    n_step: PositiveInt = 3
     """n-step returns: rewards that a target sums before it bootstraps (Sutton and Barto 2018,
-    chapter 7; not in the paper). Only the entropy of the state it bootstraps from counts"""
+    chapter 7; the paper: 1). Only the entropy of the state it bootstraps from counts"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """target smoothing coefficient, per update"""
-    batch_size: PositiveInt = 512
+    batch_size: PositiveInt = 128
     """transitions per update"""
-    learning_starts: NonNegativeInt = 50_000
+    learning_starts: NonNegativeInt = 4800
     """steps of random actions before the first update"""
-    gradient_steps: PositiveInt = 100
+    gradient_steps: PositiveInt = 300
     """updates after each rollout (num_envs * episode_length steps)"""
     policy_lr: LearningRate = 6e-4
     """learning rate of the actor"""
@@ -92,15 +93,22 @@ class Args(RunArgs):
     """learning rate of the critics and of the entropy coefficient"""
     hidden_size: PositiveInt = 256
     """width of the two hidden layers of actor and critics"""
-    layer_norm: bool = False
+    layer_norm: bool = True
     """layer norm in the critics, as in DroQ and SimBa: their values stay sane with many updates per
     step (not in the paper)"""
-    normalize_observations: bool = False
-    """normalise observations by their running mean and standard deviation, as in SimBa: the contact
-    forces of Humanoid-v5 reach 5000 where its joint angles reach 3 (not in the paper)"""
+    normalize_observations: bool = True
+    """normalise observations by their running mean and standard deviation, as in SimBa (not in the
+    paper)"""
+    observe_forces: bool = False
+    """observe all 348 numbers of Humanoid-v5, as in the paper: also the bodies' inertia and
+    velocity, and the forces of actuators and contacts, which reach 5000. Otherwise the agent
+    observes positions and velocities of the joints, 45 numbers"""
+    pink_noise: bool = True
+    """explore with pink noise, random actions before learning included; otherwise with white noise,
+    which is new at every step (the paper's)"""
     autotune: bool = True
     """tune the entropy coefficient to a policy entropy of -dim(actions)"""
-    entropy_coef: Annotated[float, Interval(ge=0, lt=1e6)] = 1.0
+    entropy_coef: Annotated[float, Interval(ge=0, lt=1e6)] = 0.05
     """entropy coefficient; with --autotune its initial value"""
 
     def __post_init__(self):
@@ -110,6 +118,8 @@ class Args(RunArgs):
 
 
 MOUNTAIN_CAR = "MountainCarContinuous-v0"
+FORCES = {f"include_{part}_in_observation": False  # of Humanoid-v5
+          for part in ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")}  # fmt: skip
 
 
 def state_of(env):
@@ -160,11 +170,13 @@ def check_args(args: Args) -> None:
 class EndlessEpisodes(gym.Wrapper):
     """Episodes that never end by themselves: an early end would tell the agent about the task
     (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
-    needs, "states" or "frames", and "success" where the task has a rule of its own."""
+    needs, "states" or "frames", and "success" where the task has a rule of its own. Frames are
+    rendered at the steps in `rendered`; those of a `filmed` environment at all steps of an episode
+    that began with reset(options={"film": True})."""
 
-    def __init__(self, env, frame_size):
+    def __init__(self, env, frame_size, rendered, filmed):
         super().__init__(env)
-        self.frame_size = frame_size
+        self.frame_size, self.rendered, self.filmed = frame_size, rendered, filmed
 
     def call(self, method, *args, **kwargs):
         try:
@@ -172,8 +184,9 @@ class EndlessEpisodes(gym.Wrapper):
         except Exception:  # one that cannot be pickled would make Gymnasium wait forever
             raise RuntimeError(f"the environment failed:\n{traceback.format_exc()}") from None
 
-    def reset(self, **kwargs):
-        return self.call(self.env.reset, **kwargs)
+    def reset(self, *, seed=None, options=None):
+        self.t, self.film = 0, self.filmed and options["film"]
+        return self.call(self.env.reset, seed=seed)
 
     def step(self, action):
         observation, reward, _, _, info = self.call(self.env.step, action)
@@ -181,23 +194,27 @@ class EndlessEpisodes(gym.Wrapper):
         state = state_of(self)
         if state is not None:
             info["states"] = state
-        elif self.render_mode:
+        elif self.render_mode and (self.film or self.t in self.rendered):
             image = Image.fromarray(self.env.render())
             image.thumbnail((self.frame_size, self.frame_size))  # never enlarges
             info["frames"] = np.asarray(image)  # [H, W, 3] uint8
+        self.t += 1
         return observation, float(reward), False, False, info
 
 
-def make_env(args: Args):
+def make_env(args: Args, filmed=False):
     """Return a function that makes one environment."""
-    drawn = args.reward == "clip" or args.video_freq
-    frames = drawn and describe_env(args.env_id) is None
+    use_clip = args.reward == "clip"
+    frames = (use_clip or args.video_freq) and describe_env(args.env_id) is None
+    rendered = clip_reward.scored_steps(args.episode_length, args.score_every) if use_clip else []
 
     def thunk():
         egl_render.quiet_mujoco()
         if multiprocessing.parent_process() is not None:
             gym.logger.min_level = gym.logger.ERROR  # the parent has printed the same warnings
         kwargs = {"max_episode_steps": -1}  # no time limit
+        if args.env_id == "Humanoid-v5" and not args.observe_forces:
+            kwargs |= FORCES
         if frames:
             kwargs["render_mode"] = "rgb_array"
         try:  # True would make v4 tasks pay the healthy reward in every state
@@ -208,7 +225,7 @@ def make_env(args: Args):
             env = classic.MountainCarTask(env)
         if len(env.observation_space.shape or ()) != 1:  # observations are pictures or a Dict
             env = gym.wrappers.FlattenObservation(env)
-        return EndlessEpisodes(env, args.render_size)
+        return EndlessEpisodes(env, args.frame_size, rendered, filmed)
 
     return thunk
 
@@ -227,14 +244,16 @@ def make_vector_env(args: Args):
     if args.env_id == "Humanoid-v5":
         from environments.humanoid import HumanoidVectorEnv
 
-        return HumanoidVectorEnv(args.num_envs)  # the same to the bit, and 2.5 times as fast
+        # the same to the bit, and 2.5 times as fast
+        return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else FORCES))
+    thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
     if args.num_envs == 1 or args.env_id == MOUNTAIN_CAR:
-        return gym.vector.SyncVectorEnv([make_env(args)] * args.num_envs, **modes)
+        return gym.vector.SyncVectorEnv(thunks, **modes)
     # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
     with stop_signals_blocked():
         modes |= {"context": "forkserver", "worker": environment_process, "copy": False}
-        envs = gym.vector.AsyncVectorEnv([make_env(args)] * args.num_envs, **modes)
+        envs = gym.vector.AsyncVectorEnv(thunks, **modes)
     envs.reset_wait = functools.partial(envs.reset_wait, timeout=args.worker_timeout)
     envs.step_wait = functools.partial(envs.step_wait, timeout=args.worker_timeout)
     return envs
@@ -245,11 +264,11 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
     egl_render.setup_gl(device)  # before mujoco is imported
     egl_render.quiet_mujoco()
     if args.env_id == MOUNTAIN_CAR:
-        return classic.ClassicRenderer(args.env_id, size or args.render_size, args.textured)
+        return classic.ClassicRenderer(args.env_id, size or args.frame_size, args.textured)
     env = gym.make(args.env_id).unwrapped
     model = egl_render.textured_model(env.fullpath) if args.textured else env.model
     camera = egl_render.choose_camera(args, env)
-    look = model, size or args.render_size, camera, args.render_quality
+    look = model, size or args.frame_size, camera
     if egl_render.draws_by_warp(args):
         return WarpRenderer(*look, device)
     return egl_render.MujocoRenderer(*look)
@@ -324,10 +343,11 @@ class Actor(nn.Module):
         log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1)
         return mean, log_std
 
-    def sample(self, observations):
-        """[B, O] -> actions [B, A] in [-1, 1] (reparameterised), log densities [B]."""
+    def sample(self, observations, noise=None):
+        """[B, O] -> actions [B, A] in [-1, 1] (reparameterised), log densities [B]. The standard
+        normal noise [B, A] is drawn here unless it is given."""
         mean, log_std = self(observations)
-        noise = torch.randn_like(mean)
+        noise = torch.randn_like(mean) if noise is None else noise
         x = mean + log_std.exp() * noise
         log_density = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         # minus log d tanh(x)/dx = log(1 - tanh(x)^2), in the form that does not overflow
@@ -345,6 +365,18 @@ class Actor(nn.Module):
         observations = torch.as_tensor(observations, dtype=torch.float32)
         mean, _ = self(observations.to(self.action_scale.device))
         return self.to_env(torch.tanh(mean))
+
+
+def exploration_noise(T, N, action_dim, pink):
+    """Draw the standard normal noise [T, N, A] of N episodes of T steps. Pink noise has a power
+    spectrum of 1/f over the steps of an episode (Eberhard et al., "Pink Noise Is All You Need",
+    ICLR 2023): its slow parts move limbs, which hardly follow a torque that changes every step."""
+    white = torch.randn(N, action_dim, T)
+    if not pink:
+        return white.permute(2, 0, 1)
+    amplitude = torch.fft.fftfreq(T).abs().clamp(min=1 / T).rsqrt()
+    amplitude /= amplitude.square().mean().sqrt()  # the variance of every step stays 1
+    return torch.fft.ifft(torch.fft.fft(white) * amplitude).real.permute(2, 0, 1)
 
 
 class ReplayBuffer:
@@ -465,6 +497,7 @@ if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
     T, N, use_clip = args.episode_length, args.num_envs, args.reward == "clip"
+    scored = clip_reward.scored_steps(T, args.score_every)
     state = describe_env(args.env_id)
     drawn_from = "frames" if state is None else "states"  # of `infos`
     judge = judges.episode_judge(args.judge, args.env_id, args.target_prompt, state)
@@ -472,6 +505,7 @@ if __name__ == "__main__":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # would touch the whole buffer
+    torch.set_num_threads(1)  # products this small are faster with one (docs/speed.md)
     torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -512,40 +546,45 @@ if __name__ == "__main__":
         *env_seeds, torch_seed = map(int, sequence.generate_state(N + 1))
         torch.manual_seed(torch_seed)
         random_actions = run.step < args.learning_starts
-        # a car that draws a new random action every step never leaves its valley
-        hold = 25 if args.env_id == MOUNTAIN_CAR else 1
+        noise = exploration_noise(T, N, action_dim, args.pink_noise)
+        film = run.due(args.video_freq, run.step, run.step + T * N)
         observations = np.empty((T + 1, N, observation_dim), np.float32)
         actions = np.empty((T, N, action_dim), np.float32)
         env_rewards, pictured = np.empty((T, N)), []
 
-        # 1. Play one episode of every environment: physics only. The workers draw and score its
-        # states meanwhile, and the policy acts on the CPU: on a GPU it would queue behind CLIP.
+        # 1. Play one episode of every environment: physics only. The workers draw and score some of
+        # its states meanwhile, and the policy acts on the CPU: on a GPU it would queue behind CLIP.
         t0 = time.perf_counter()
         acting = copy.deepcopy(actor).cpu()
-        observations[0], _ = envs.reset(seed=env_seeds)
+        observations[0], _ = envs.reset(seed=env_seeds, options={"film": film})
         for t in range(T):
             with torch.no_grad():
-                if not random_actions:
-                    action, _ = acting.sample(torch.as_tensor(observations[t]))
-                elif t % hold == 0:
-                    action = torch.rand(N, action_dim) * 2 - 1
+                if random_actions:  # uniform: the noise through the normal distribution function
+                    action = torch.erf(noise[t] / math.sqrt(2))
+                else:
+                    action, _ = acting.sample(torch.as_tensor(observations[t]), noise[t])
             stepped = envs.step(acting.to_env(action))
             observations[t + 1], env_rewards[t], _, _, infos = stepped
             actions[t] = action.numpy()
             if drawn_from in infos:
                 states = np.stack(infos[drawn_from])  # [N, S], or frames [N, H, W, 3]
                 pictured.append(states if drawn_from == "states" else states[:1])
-                if use_clip:
+                if use_clip and t in scored:
                     pool.put(states)
         success = infos.get("success")
 
         # 2. Take the rewards. The reward of (s, a, s') is CLIP's score of the picture of s'.
         t1 = time.perf_counter()
-        rewards = pool.take().reshape(T, N) if use_clip else env_rewards
+        rewards = env_rewards
+        if use_clip:
+            rewards = np.zeros((T, N), np.float32)
+            rewards[scored] = pool.take().reshape(-1, N)
         t2 = time.perf_counter()
         run.check_finite(
             env_seeds, observation=observations, env_reward=env_rewards, reward=rewards
         )
+        if use_clip:
+            rewards = clip_reward.interpolate(rewards, scored)
         buffer.add(observations, actions, rewards)
         run.step += T * N
         run.rollout += 1
@@ -573,17 +612,18 @@ if __name__ == "__main__":
         scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
         if use_clip:
             scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
+            scalars["charts/clip_pictures"] = run.rollout * len(scored) * N * args.views
             scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
             scalars["charts/worker_restarts"] = pool.restarts
         run.log(scalars)
 
         # 5. Save
-        if pictured and run.due(args.video_freq, T * N):
+        if pictured and film:
             frames = np.stack([states[0] for states in pictured])  # the first environment's episode
             if drawn_from == "states":
-                frames = pool.render(frames, size=max(240, args.render_size))
+                frames = pool.render(frames, size=max(240, args.frame_size))
             run.video(frames, envs.metadata.get("render_fps", 30))
-        if run.due(args.checkpoint_freq, T * N):
+        if run.due(args.checkpoint_freq, run.step - T * N, run.step):
             run.save(saved)
 
     run.save(saved)  # a stopped run, too

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from clip_reward import UsageError
-from egl_render import INSTALL_WARP, PAPER_CAMERA, Camera, checked, look_of
+from egl_render import INSTALL_WARP, PAPER_CAMERA, Camera, checked, views_of
 
 NEAR, FAR = 1.2, 2.5  # camera distances at which a floor begins to fade and is faded, at 64 px
 
@@ -22,18 +22,18 @@ class WarpRenderer:
     """Draw MuJoCo states without stepping. The first one on a machine compiles for ten seconds.
 
     Args:
-        model, size, camera, quality: as of `egl_render.MujocoRenderer`. "full" draws shadows, and
-            so does "auto" on a GPU.
+        model, size, camera: as of `egl_render.MujocoRenderer`.
         device: where to draw, "cpu" or "cuda:i".
     Raises UsageError if mujoco_warp is not installed.
     """
+
+    look = "warp"
 
     def __init__(
         self,
         model: Any,
         size: int = 480,
         camera: Camera | list[Camera] = PAPER_CAMERA,
-        quality: str = "auto",
         device: str | torch.device = "cpu",
     ) -> None:
         import mujoco
@@ -43,10 +43,8 @@ class WarpRenderer:
             import warp
         except ImportError as error:
             raise UsageError(f"--renderer warp needs MuJoCo Warp: {INSTALL_WARP}") from error
-        self.cameras, self.frame_shape = look_of(size, camera, quality)
+        self.cameras, self.frame_shape = views_of(size, camera)
         self.warp, self.mjw, self.device = warp, mujoco_warp, torch.device(device)
-        full = quality == "full" or (quality == "auto" and self.device.type == "cuda")
-        self.look = f"warp, {'full' if full else 'light'} quality"
         self.description = f"MuJoCo Warp on {device}"
         self.host_model, self.size = model, size
         self.worlds = max(1, min(64, 2**22 // size**2))  # states that are drawn at once
@@ -60,7 +58,7 @@ class WarpRenderer:
             self.model = mujoco_warp.put_model(model)
             self.data = mujoco_warp.make_data(model, nworld=self.worlds, nconmax=1, njmax=1)
             self.context = mujoco_warp.create_render_context(
-                model, self.worlds, cam_active=[], use_shadows=full, render_skybox=True
+                model, self.worlds, cam_active=[], use_shadows=True, render_skybox=True
             )
             self.rays = [self._aim(mujoco.MjSpec(), model, camera) for camera in self.cameras]
 

@@ -70,13 +70,10 @@ pipeline devices 60 --measure draw --renderer egl --states-per-worker 64 "${smal
 # 2. The tests of devices
 piece tests 180 -m pytest -q -p no:cacheprovider tests/test_devices.py "${TESTS[@]}"
 # 3. Drawing alone
-for way in "egl full" "egl light" "warp full" "warp light"; do
-    [ "$DEVICE $way" = "cpu egl full" ] && continue # half a minute, and nobody uses it
-    read -r renderer quality <<<"$way"
-    draw=(--measure draw --render-size "$SIZE" --renderer "$renderer" --render-quality "$quality")
-    pipeline "draw_${renderer}_$quality" 40 "${draw[@]}" "${small[@]}" "${one[@]}"
-    pipeline "draw_${renderer}_${quality}_by_$WORKERS" 60 "${draw[@]}" "${small[@]}" \
-        --reward-devices "${several[@]}"
+for renderer in egl warp; do
+    draw=(--measure draw --render-size "$SIZE" --renderer "$renderer")
+    pipeline "draw_$renderer" 40 "${draw[@]}" "${small[@]}" "${one[@]}"
+    pipeline "draw_${renderer}_by_$WORKERS" 60 "${draw[@]}" "${small[@]}" --reward-devices "${several[@]}"
 done
 # 4. CLIP alone, with random weights, as large as the real one
 [ "$DEVICE" = cpu ] || timeout 200 "$PYTHON" benchmarks/random_clip.py "$(basename "$MODEL")" "$MODEL"

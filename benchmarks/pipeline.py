@@ -50,7 +50,7 @@ from torch.utils.benchmark import Timer
 import training.workers
 # isort: on
 
-COMMON = "--target-prompt words --clip-model local-dir:tiny_clip --render-size 64 --allow-slow"
+COMMON = "--target-prompt words --clip-model tiny_clip --allow-slow"
 SAC = "--num-envs 32 --episode-length 100 --gradient-steps 100 --batch-size 512"
 DQN = "--num-envs 8 --episode-length 200 --gradient-steps 1600 --batch-size 64"
 

@@ -30,13 +30,7 @@ from evaluation import figures, metrics
 from warp_render import WarpRenderer
 
 MESA = {"__EGL_VENDOR_LIBRARY_FILENAMES": "/usr/share/glvnd/egl_vendor.d/50_mesa.json"}
-WAYS = {  # renderer, quality, environment variables
-    "egl light": ("egl", "light", {}),
-    "egl full": ("egl", "full", {}),
-    "Mesa light": ("egl", "light", MESA),
-    "warp light": ("warp", "light", {}),
-    "warp full": ("warp", "full", {}),
-}
+WAYS = {"egl": ("egl", {}), "Mesa": ("egl", MESA), "warp": ("warp", {})}  # environment variables
 
 
 @dataclass
@@ -68,7 +62,7 @@ def states_and_prompts(per_task):
     return np.pad(qpos, ((0, 0), (0, 23))), prompts
 
 
-def draw(args, renderer, quality, variables):
+def draw(args, renderer, variables):
     """Runs in its own process -> description, frames, CPU ms per frame, {precision: rewards}."""
     os.environ.update(variables)
     device = "cpu" if variables else args.device
@@ -78,7 +72,7 @@ def draw(args, renderer, quality, variables):
 
     states, prompts = states_and_prompts(args.per_task)
     model = egl_render.textured_model(poses.HUMANOID_XML)
-    look = model, args.render_size, egl_render.PAPER_CAMERA, quality
+    look = model, args.render_size, egl_render.PAPER_CAMERA
     drawing = egl_render.MujocoRenderer(*look) if renderer == "egl" else WarpRenderer(*look, device)
     frames, times = drawing.render(states), []
     for _ in range(5):

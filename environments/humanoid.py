@@ -17,10 +17,13 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
     observations, rewards, resets and states equal to the bit. Formulas: Gymnasium's humanoid_v5.py.
 
     Nothing terminates, is truncated or resets itself; `infos` has "states" [N, 47] float64, qpos
-    and qvel. The observations [N, 348] float64 are the same array at every call."""
+    and qvel. The observations [N, O] float64 are the same array at every call: O is 348, or less
+    with `options`, Gymnasium's include_.._in_observation."""
 
-    def __init__(self, num_envs):
-        self.num_envs, self.task = num_envs, gym.make("Humanoid-v5").unwrapped
+    def __init__(self, num_envs, **options):
+        self.num_envs, self.task = num_envs, gym.make("Humanoid-v5", **options).unwrapped
+        parts = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+        self.included = [options.get(f"include_{part}_in_observation", True) for part in parts]
         self.metadata = self.task.metadata | {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
         self.single_observation_space = self.task.observation_space
         self.single_action_space = self.task.action_space
@@ -36,7 +39,7 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         self.cfrc_ext = np.zeros((num_envs, *self.data.cfrc_ext.shape))
 
     def reset(self, *, seed, options=None):
-        """seed: one for each environment -> observations [N, 348], {}."""
+        """seed: one for each environment -> observations [N, O], {}."""
         model, scale = self.model, self.task._reset_noise_scale
         noise = np.empty((self.num_envs, model.nq + model.nv))
         for row, env_seed in zip(noise, seed, strict=True):
@@ -50,7 +53,7 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         return self._observe(), {}
 
     def step(self, actions):
-        """actions [N, 17] -> observations [N, 348], rewards [N], False [N] twice, infos."""
+        """actions [N, 17] -> observations [N, O], rewards [N], False [N] twice, infos."""
         task, before = self.task, self.centre
         self.batch.ctrl = actions
         self.batch.step(nstep=task.frame_skip)
@@ -71,11 +74,11 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         return observations, gain - (effort + contact), ends, ends, {"states": states}
 
     def _observe(self):
-        """-> observations [N, 348]; keeps the centres of mass [N, 3] for the next reward."""
+        """-> observations [N, O]; keeps the centres of mass [N, 3] for the next reward."""
         mass = self.model.body_mass
         self.centre = np.einsum("b,nbj->nj", mass, self.xipos) / mass.sum()
         bodies = (self.cinert, self.cvel, self.cfrc_ext)
         cinert, cvel, cfrc_ext = (x[:, 1:].reshape(self.num_envs, -1) for x in bodies)
-        actuator = self.qfrc_actuator[:, 6:]
-        parts = (self.qpos[:, 2:], self.qvel, cinert, cvel, actuator, cfrc_ext)
-        return np.concatenate(parts, axis=1, out=self.observations)
+        parts = (cinert, cvel, self.qfrc_actuator[:, 6:], cfrc_ext)
+        parts = [part for part, included in zip(parts, self.included) if included]
+        return np.concatenate([self.qpos[:, 2:], self.qvel, *parts], 1, out=self.observations)

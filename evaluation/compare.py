@@ -3,14 +3,12 @@
 import csv
 import itertools
 import os
-import re
 import shlex
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 import dqn_clip_classic as dqn
 import egl_render
@@ -144,25 +142,12 @@ def say_worth():
         say(f"    {' | '.join(cells)}  {label}")
 
 
-def recipe(script, env_id):
-    """Return the flags, {name: value}, of the command in the script's docstring for this task with
-    a local model; the script's defaults if there is none."""
-    lines = script.__doc__.replace("\\\n", " ")
-    for command in re.findall(r"^    python \S+ (.*local-dir:.*)$", lines, re.M):
-        args = tyro.cli(script.Args, args=shlex.split(command))
-        if args.env_id == env_id:
-            return vars(args)
-    return vars(script.Args(env_id=env_id))
-
-
 def training_command(args, found):
     """Return the command line that trains with the flags `found`, {name: value}, and draws as a
-    script does with `args`; with a local model the other flags are the script's `recipe`."""
+    script does with `args`."""
     script, default = script_of(args), vars(type(args)(env_id=args.env_id))
-    local = found["clip_model"].startswith("local-dir:")
-    wanted = recipe(script, args.env_id) if local else default
     pictures = [flag.name for flag in fields(egl_render.RenderArgs)]
-    wanted = wanted | {name: getattr(args, name) for name in pictures} | found
+    wanted = default | {name: getattr(args, name) for name in pictures} | found
     words = ["python", os.path.relpath(script.__file__), "--env-id", args.env_id]
     for name, value in wanted.items():
         flag = name.replace("_", "-")

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
 import clip_reward
-from clip_reward import UsageError
+from clip_reward import ModelName, UsageError
 from evaluation.runs import script_of
 
 Alphas = tuple[Annotated[float, Interval(ge=0, le=1)], ...]
@@ -27,11 +28,12 @@ class Rewards(clip_reward.RewardArgs):
     reward_head: tyro.conf.Suppress[str] = ""
     reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()  # the first GPU, or the CPU
     worker_timeout: tyro.conf.Suppress[int] = 600
+    score_every: tyro.conf.Suppress[int] = 1
     reward_alpha: Alphas = (0.0, 0.25, 0.5, 0.75, 1.0)
     """strengths of goal-baseline regularisation to compare"""
-    clip_model: tuple[str, ...] = ("ViT-bigG-14/laion2b_s39b_b160k",)
+    clip_model: tuple[ModelName, ...] = ("ViT-bigG-14/laion2b_s39b_b160k",)
     """models to compare: ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline:
-    local-dir:tiny_clip"""
+    tiny_clip"""
 
     def models(self, target_prompt, baseline_prompt):
         """Return the RewardArgs of each model, checked, with the largest alpha and with these
@@ -65,7 +67,7 @@ class HeadModel(clip_reward.RewardArgs):
 
     target_prompt: tuple[str, ...] = ()
     """words to compare the head with; default: the task's"""
-    clip_model: str | None = None
+    clip_model: ModelName | None = None
     """as in training; default: the model of the dataset's run"""
     baseline_prompt: tyro.conf.Suppress[tuple[str, ...]] = ()
     target_image: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -74,6 +76,7 @@ class HeadModel(clip_reward.RewardArgs):
     reward_alpha: tyro.conf.Suppress[float] = 0.0
     reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()
     worker_timeout: tyro.conf.Suppress[int] = 600
+    score_every: tyro.conf.Suppress[int] = 1
     compile: tyro.conf.Suppress[bool] = False
 
 
@@ -120,6 +123,7 @@ def embed(model: clip_reward.RewardArgs, args, states):
 def through(make_reward, model, args, states):
     """Draw states [N, S] as a script does with `args` -> what `make_reward` (as for a Scorer) makes
     of them, on the first of the model's devices."""
+    args = replace(args, clip_model=model.clip_model)  # whose render size is the default
     make_renderer = functools.partial(script_of(args).make_renderer, args)
     size = max(1, model.clip_batch_size // args.views)
     starts = tqdm(range(0, len(states), size), f"{size} states each", disable=None)

@@ -31,6 +31,8 @@ import numpy as np
 from gymnasium.envs.mujoco import MujocoEnv
 from PIL import Image
 
+from warp_render import WarpRenderer
+
 
 class Lamp(MujocoEnv):
     """Three hinges under position control; every episode begins with the lamp upright."""
@@ -71,7 +73,7 @@ def bent(states):
 def main():
     env, goal = Lamp(), ROOT / "runs/lamp_goal.png"
     model, camera = egl_render.textured_model(env.fullpath), egl_render.env_camera(env)
-    renderer = egl_render.MujocoRenderer(model, 224, camera)
+    renderer = WarpRenderer(model, 224, camera)
     goal.parent.mkdir(exist_ok=True)
     Image.fromarray(renderer.render(GOAL)[0]).save(goal)
     words = [*FLAGS.split(), *sys.argv[1:], "--env-id", "examples.new_mujoco_task:Lamp-v0"]

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 import egl_render
+from warp_render import WarpRenderer
 
 
 class GoalDistance(nn.Module):
@@ -68,7 +69,7 @@ def make_renderer(device, size=64):
     egl_render.setup_gl(device)  # before mujoco is imported
     from tiny_clip.poses import HUMANOID_XML
 
-    return egl_render.MujocoRenderer(egl_render.textured_model(HUMANOID_XML), size)
+    return WarpRenderer(egl_render.textured_model(HUMANOID_XML), size, device=device)
 
 
 def main():

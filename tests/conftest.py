@@ -21,7 +21,7 @@ def browser():
     try:
         from selenium import webdriver
     except ImportError as error:
-        pytest.fail(f"{error.name} is missing: pip install -r requirements.txt")
+        pytest.fail(f"{error.name} is missing: pip install -r requirements-dev.txt")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if not chromium or not driver:

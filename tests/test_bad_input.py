@@ -85,7 +85,7 @@ BOTH = """
 --worker-timeout 10000000000                | worker_timeout
 --render-size 1                             | render_size
 --render-size 100000                        | render_size
---render-quality best                       | --render-quality
+--renderer best                             | --renderer
 --camera-azimuth nan                        | camera_azimuth
 --camera-elevation inf                      | camera_elevation
 --camera-distance 0                         | camera_distance

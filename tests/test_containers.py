@@ -124,7 +124,7 @@ def test_dockerfile_and_yaml_agree():
     claims = [pod["volumes"][0].get("persistentVolumeClaim") for pod in PODS]
     claim = {"claimName": VOLUME["metadata"]["name"]}
     assert claims == [claim, claim, None], "one pod has the claim"
-    pins = (ROOT / "requirements.txt").read_text()
+    pins = (ROOT / "requirements-dev.txt").read_text()
     assert f"ray[default]=={CLUSTER['rayVersion']}\n" in pins, "default: it takes jobs"
     env = {x["name"]: x["value"] for x in CONTAINERS[1]["env"]}
     learners = [pod["terminationGracePeriodSeconds"] for pod in PODS[:2]]
@@ -146,8 +146,11 @@ def test_the_hook_sends_one_sigterm_and_waits_for_the_end():
     assert process.wait(1) == 0 and process.stdout.read() == "1\n"
 
 
+PINS = {path.name: path.read_text() for path in sorted(ROOT.glob("requirements*.txt"))}
+
+
 def names(requirements):
-    return {name.lower() for name in re.findall(r"^[\w-]+", requirements, re.M)}
+    return {name.lower() for name in re.findall(r"^\w[\w-]*", requirements, re.M)}
 
 
 SCRIPTS = "clip_reward egl_render sac_clip_humanoid dqn_clip_classic eval_epic".split()
@@ -163,7 +166,7 @@ def test_the_image_has_all_code_and_nothing_else():
     files = subprocess.check_output(command, cwd=ROOT, env=environment, text=True).split()
     tops = {name.partition("/")[0] for name in files}
     scripts = {f"{name}.py" for name in SCRIPTS}
-    assert tops == scripts | {*FOLDERS, "benchmarks", "examples", "requirements.txt"}
+    assert tops == scripts | {*FOLDERS, "benchmarks", "examples", *PINS}
     assert "tiny_clip/open_clip_model.safetensors" in files
     assert not [name for name in files if "__pycache__" in name]
     assert re.search(r"^ENV HF_HOME=/data/", DOCKERFILE, re.M), "or each pod downloads the weights"
@@ -182,8 +185,9 @@ def imported(paths):
 
 
 def test_the_image_has_every_package_that_is_needed_and_no_other():
-    script = re.search(r"sed '(.*?)' /tmp/requirements.txt", DOCKERFILE)[1]
-    kept = names(subprocess.check_output(["sed", script, ROOT / "requirements.txt"], text=True))
+    script = re.search(r"sed -i '(.*?)' /tmp/requirements-dev.txt", DOCKERFILE)[1]
+    kept, everything = names(PINS["requirements.txt"]), names("\n".join(PINS.values()))
+    kept |= names(subprocess.check_output(["sed", script, ROOT / "requirements-dev.txt"], text=True))
     folders = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
     extras = PROJECT["project"]["optional-dependencies"]
     used = imported([*(ROOT / f"{name}.py" for name in SCRIPTS), *folders]) - {"gradio"}
@@ -193,7 +197,6 @@ def test_the_image_has_every_package_that_is_needed_and_no_other():
     assert kept - used <= {"transformers", "pandas", "pyarrow"}  # of tokenizers and of Ray Tune
     library = names("\n".join([*PROJECT["project"]["dependencies"]]))
     assert library | names("\n".join([*extras["warp"], *extras["track"], *extras["ray"]])) <= kept
-    everything = names((ROOT / "requirements.txt").read_text())
     development = names("\n".join([*extras["label"], *extras["dev"]])) - {"clip-reward"}
     assert everything - kept == development
 

@@ -45,12 +45,12 @@ def test_a_model_gives_the_embeddings_of_float32_on_the_cpu(device, states):
 @EACH
 def test_pictures_are_the_cpu_s_and_the_same_in_any_chunks(device, states):
     model = functools.partial(egl_render.textured_model, poses.HUMANOID_XML)
-    renderer = WarpRenderer(model(), 64, quality="full", device=device)
+    renderer = WarpRenderer(model(), 64, device=device)
     frames = renderer.draw(states)
     assert frames.device == torch.device(device) and frames.dtype == torch.uint8
     parts = [renderer.draw(part) for part in np.split(states, [1, 5, 37])]
     assert torch.equal(torch.cat(parts), frames)
-    exact = WarpRenderer(model(), 64, quality="full").draw(states)
+    exact = WarpRenderer(model(), 64).draw(states)
     assert (frames.cpu().int() - exact.int()).abs().float().mean() < 1
 
 

@@ -44,12 +44,12 @@ def rollout(env_id, steps, **kwargs):
     return env, np.stack(states)
 
 
-def draw(env, states, size=64, textured=False, camera=None, quality="light"):
+def draw(env, states, size=64, textured=False, camera=None):
     """Frames [B, size, size, 3] int, so that they can be subtracted."""
     model = env.unwrapped.model
     if textured:
         model = textured_model(env.unwrapped.fullpath)
-    renderer = MujocoRenderer(model, size, camera or choose_camera(RenderArgs(), env), quality)
+    renderer = MujocoRenderer(model, size, camera or choose_camera(RenderArgs(), env))
     frames = renderer.render(states).astype(int)
     renderer.close()
     return frames
@@ -61,7 +61,7 @@ def draw(env, states, size=64, textured=False, camera=None, quality="light"):
 def run_python(script, expect=0, **variables):
     """Run a script in a new process that knows of no GL backend; returns (stdout, stderr)."""
     variables = {"PYTHONPATH": str(ROOT)} | variables
-    ours = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM", "LP_NUM_THREADS")
+    ours = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
@@ -76,45 +76,41 @@ def run_python(script, expect=0, **variables):
 SETUP = """
     import os, egl_render
     egl_render.setup_gl({device!r})
-    shown = [os.environ.get(n) for n in ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "LP_NUM_THREADS")]
+    shown = [os.environ.get(n) for n in ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID")]
     print(*shown, egl_render.gl_renderer(), sep="|")
 """
 
 
 def test_the_context_says_what_draws_on_a_cpu():
     out, err = run_python(SETUP.format(device="cpu"))
-    backend, device, threads, name = out.split("|")
-    assert backend in ("egl", "osmesa") and device == "None" and threads == "0" and not err
+    backend, device, name = out.split("|")
+    assert backend in ("egl", "osmesa") and device == "None" and not err
     assert egl_render.is_software(name) == ("llvmpipe" in name)
     assert not egl_render.is_software("NVIDIA H200/PCIe/SSE2")
     # what somebody has set stays
-    out, err = run_python(SETUP.format(device="cpu"), LP_NUM_THREADS="2", MUJOCO_EGL_DEVICE_ID="0")
-    assert out.split("|")[1:3] == ["0", "2"] and not err
+    out, err = run_python(SETUP.format(device="cpu"), MUJOCO_EGL_DEVICE_ID="0")
+    assert out.split("|")[1] == "0" and not err
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:7"])
-def test_software_on_a_cuda_device_is_an_error_unless_light_was_asked_for(device):
+def test_without_a_gpu_that_draws_auto_is_warp_and_egl_can_be_asked_for(device):
     """cuda:0 may be found at Mesa's place, cuda:7 nowhere. An inherited id is another GPU's."""
     script = (
         SETUP
         + """
     import gymnasium
+    for choice in "auto", "egl", "warp":
+        print(egl_render.draws_by_warp(egl_render.RenderArgs(renderer=choice)))
     model = gymnasium.make("Humanoid-v5").unwrapped.model
-    for quality in "auto", "full", "light":
-        try:
-            print(egl_render.MujocoRenderer(model, 32, quality=quality).description)
-        except egl_render.UsageError as error:
-            print(error)
+    print(egl_render.MujocoRenderer(model, 32).description)
     """
     )
     out, err = run_python(script.format(device=device), MUJOCO_EGL_DEVICE_ID="3")
-    first, auto, full, light = out.splitlines()
+    first, *chosen, described = out.splitlines()
     name = first.split("|")[-1]
     if not egl_render.is_software(name):
         pytest.skip("there is a GPU that draws")
-    assert not err and auto == full and light == name
-    assert full.startswith(f"{name} draws in software") and f" {device}" in full
-    assert "libEGL" in full and "--renderer warp" in full and "--render-quality light" in full
+    assert not err and chosen == ["True", "False", "True"] and described == name
 
 
 def test_what_draws_decides_what_auto_means(monkeypatch):
@@ -125,17 +121,14 @@ def test_what_draws_decides_what_auto_means(monkeypatch):
     for device, shown in (("cpu", name), ("cuda:0", f"{name} ({where})")):
         monkeypatch.setattr(egl_render, "_device", device)
         monkeypatch.setattr(egl_render, "gl_renderer", lambda: name)
+        assert not egl_render.draws_by_warp(RenderArgs())
         renderer = MujocoRenderer(model, 16)
-        assert renderer.look == "egl, full quality" and renderer.description == shown
+        assert renderer.look == "egl" and renderer.description == shown
         assert (model.vis.quality.shadowsize, model.vis.quality.offsamples) == quality
         renderer.close()
-    monkeypatch.setattr(egl_render, "gl_renderer", lambda: "llvmpipe (LLVM 15.0.6, 256 bits)")
-    for quality in "auto", "full":
-        with pytest.raises(UsageError, match="^llvmpipe .* draws in software .*cuda:0"):
-            MujocoRenderer(model, 16, quality=quality)
-    MujocoRenderer(model, 16, quality="light").close()
-    monkeypatch.setattr(egl_render, "_device", "cpu")
-    MujocoRenderer(model, 16, quality="auto").close()
+        monkeypatch.setattr(egl_render, "gl_renderer", lambda: "llvmpipe (LLVM 15.0.6, 256 bits)")
+        assert egl_render.draws_by_warp(RenderArgs())
+        assert not egl_render.draws_by_warp(RenderArgs(renderer="egl"))
 
 
 @pytest.fixture
@@ -329,7 +322,7 @@ def test_a_state_looks_as_env_render_shows_it(env_id, renderer):
         env.unwrapped.set_state(state[: data.qpos.size], state[data.qpos.size :])
         mujoco.mj_forward(env.unwrapped.model, data)
         shown.append(env.render())
-    drawn = draw(other, states, SIZE, camera=env_camera(other), quality="full")
+    drawn = draw(other, states, SIZE, camera=env_camera(other))
     if renderer == "egl":
         np.testing.assert_array_equal(drawn, np.stack(shown))
     else:  # other edges, no reflections in the floor
@@ -421,7 +414,7 @@ def test_several_cameras_draw_what_each_of_them_draws_alone(renderer):
     "name, value",
     [
         ("render_size", 0),
-        ("render_quality", "best"),
+        ("renderer", "best"),
         ("camera_distance", -1.0),
         ("camera_elevation", math.nan),
         ("camera_azimuth", (0.0, 361.0)),
@@ -441,28 +434,8 @@ def test_render_fills_the_callers_buffer_and_checks_shapes(renderer):
     np.testing.assert_array_equal(drawing.render(states), out)
     with pytest.raises(ValueError, match="47"):
         drawing.render(states[:, :10])
-    with pytest.raises(ValueError, match="quality"):
-        MujocoRenderer(env.unwrapped.model, 64, quality="best")
-    software = renderer == "warp" or egl_render.is_software(egl_render.gl_renderer())
-    quality = "light" if software else "full"
-    np.testing.assert_array_equal(draw(rollout("Humanoid-v5", 1)[0], states, quality=quality), out)
+    np.testing.assert_array_equal(draw(rollout("Humanoid-v5", 1)[0], states), out)
     drawing.close()
-
-
-@pytest.mark.parametrize("textured", [False, True])
-def test_light_quality_draws_a_coarser_floor_that_looks_the_same(textured, monkeypatch):
-    env, states = rollout("Humanoid-v5", 6)
-    sizes = env.unwrapped.model.geom_size.copy()
-    states[:, :2] += np.linspace(-9, 9, 6)[:, None]
-    coarse = draw(env, states, textured=textured)
-    np.testing.assert_array_equal(env.unwrapped.model.geom_size, sizes)
-    monkeypatch.setattr(egl_render, "_coarse_sizes", lambda model: model.geom_size.copy())
-    difference = np.abs(coarse - draw(env, states, textured=textured))
-    if textured:  # MuJoCo's haze at the horizon comes with infinite planes only
-        horizon = difference.mean((0, 2, 3)).argmax()
-        assert 16 < horizon < 28
-        difference = np.delete(difference, [horizon - 1, horizon, horizon + 1], 1)
-    assert difference.mean() < 0.5
 
 
 # ------------------------------------------------------------------------------ videos

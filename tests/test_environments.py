@@ -4,6 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+import sac_clip_humanoid as sac
 from environments.humanoid import HumanoidVectorEnv
 
 
@@ -12,12 +13,15 @@ def equal(ours, theirs):
     return ours.dtype == theirs.dtype and ours.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.parametrize("num_envs, gain", [(5, 1.0), (1, 0.2)])
-def test_humanoids_are_gymnasiums_to_the_bit(num_envs, gain):
-    options = {"terminate_when_unhealthy": False, "max_episode_steps": -1}
+FEW = {"include_cinert_in_observation": False, "include_cvel_in_observation": False}
+
+
+@pytest.mark.parametrize("num_envs, gain, less", [(5, 1.0, {}), (1, 0.2, {}), (3, 1.0, FEW)])
+def test_humanoids_are_gymnasiums_to_the_bit(num_envs, gain, less):
+    options = {"terminate_when_unhealthy": False, "max_episode_steps": -1} | less
     singles = [gym.make("Humanoid-v5", **options) for _ in range(num_envs)]
     data = [env.unwrapped.data for env in singles]
-    envs = HumanoidVectorEnv(num_envs)
+    envs = HumanoidVectorEnv(num_envs, **less)
     rng = np.random.default_rng(num_envs)
     space = envs.single_action_space
     contacts, lowest, forces = 0, 2.0, 0.0
@@ -40,3 +44,17 @@ def test_humanoids_are_gymnasiums_to_the_bit(num_envs, gain):
             forces = max(forces, np.abs(observations[:, -78:]).max())
     assert contacts >= 4 and lowest < 0.5 and forces > 100  # they fell, and that was compared
     envs.close()
+
+
+def test_sac_observes_positions_and_velocities_or_all_of_gymnasiums_numbers():
+    for all_of_it, size in ((False, 45), (True, 348)):
+        args = sac.Args(num_envs=2, observe_forces=all_of_it)
+        envs, one = sac.make_vector_env(args), sac.make_env(args)()
+        assert envs.single_observation_space == one.observation_space
+        observations, _ = envs.reset(seed=[3, 4])
+        assert observations.shape == (2, size)
+        np.testing.assert_array_equal(observations[0], one.reset(seed=3)[0])
+        *_, info = one.step(np.zeros(17, np.float32))
+        observations, *_, infos = envs.step(np.zeros((2, 17), np.float32))
+        np.testing.assert_array_equal(observations[0, :45], info["states"][2:])
+        envs.close()

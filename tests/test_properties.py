@@ -142,3 +142,22 @@ def test_n_steps_later_is_the_same_environment_and_episode(rollouts, T, N, added
     first = now @ torch.tensor([100.0, 10, 1])
     assert (rewards == n * first + 10 * sum(range(n))).all()
     assert set(now[:, 0].int().tolist()) <= set(range(max(0, added - rollouts), added))
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 3), st.integers(0, 2**31))
+def test_rewards_between_scored_steps_lie_on_straight_lines(T, every, N, seed):
+    scored = clip_reward.scored_steps(T, every)
+    assert scored[0] == 0 and scored[-1] == T - 1, "the first and the last, however short"
+    assert all(t % every == 0 for t in scored[:-1]) and len(scored) == 1 + -(-(T - 1) // every)
+    known = np.random.default_rng(seed).normal(size=(T, N)).astype(np.float32)
+    rewards = np.full((T, N), np.nan, np.float32)
+    rewards[scored] = known[scored]
+    filled = clip_reward.interpolate(rewards, scored)
+    assert filled.dtype == np.float32
+    np.testing.assert_array_equal(filled[scored], known[scored])
+    for a, b in zip(scored, scored[1:]):
+        steps = (filled[b] - filled[a]) / (b - a)
+        for t in range(a, b):
+            np.testing.assert_allclose(filled[t], filled[a] + (t - a) * steps, atol=1e-5)
+    if every == 1:
+        np.testing.assert_array_equal(filled, known)

@@ -18,9 +18,9 @@ SIZE = 240
 
 
 def draw(env, states, model, camera=None, size=SIZE):
-    """Frames [B, size, size, 3] int in light quality."""
+    """Frames [B, size, size, 3] int by EGL."""
     camera = camera or choose_camera(RenderArgs(), env)
-    renderer = MujocoRenderer(model, size, camera, "light")
+    renderer = MujocoRenderer(model, size, camera)
     frames = renderer.render(states).astype(int)
     renderer.close()
     return frames

@@ -30,6 +30,7 @@ import mujoco
 
 from scenes import paint
 from tiny_clip import classic, poses
+from warp_render import WarpRenderer
 
 IMAGE_SIZE = 64
 HACKED = Path(__file__).with_name("hacked.npz")
@@ -280,12 +281,12 @@ def draw_states(rng, count):
 
 
 SCENES = ("varied", "canonical", "plain", *classic.SCENES)
-SIZES = {64: 0.36, 96: 0.42, 128: 0.16, 224: 0.06}  # px, all in light quality
+SIZES = {64: 0.36, 96: 0.42, 128: 0.16, 224: 0.06}  # px, by MuJoCo Warp
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Pictures of one scene. `full`: share drawn at 480 px with shadows and multisampling."""
+    """Pictures of one scene. `full`: share drawn at 480 px by EGL, with multisampling."""
 
     seed: int
     scene: str
@@ -340,9 +341,9 @@ def _draw_humanoid(job, rng):
     model = scene_model(job.scene, rng)
     states = np.pad(qpos, ((0, 0), (0, model.nv)))
     pictures = np.empty((job.count, 3, IMAGE_SIZE, IMAGE_SIZE), np.uint8)
-    for size in sorted(set(sizes), reverse=True):  # full first: light quality changes the model
-        quality = "full" if size == 480 else "light"
-        renderer = egl_render.MujocoRenderer(model, int(size), quality=quality)
+    for size in sorted(set(sizes)):
+        kind = egl_render.MujocoRenderer if size == 480 else WarpRenderer
+        renderer = kind(model, int(size))
         for i in np.flatnonzero(sizes == size):
             renderer.cameras = cameras[i : i + 1]  # a new renderer would cost a GL context
             pictures[i] = shrink(renderer.render(states[i : i + 1]))[0]

@@ -25,7 +25,7 @@ from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 import egl_render
-from clip_reward import RewardArgs, RunError, UsageError, first_line
+from clip_reward import RewardArgs, RunError, UsageError, first_line, render_size_of
 from training.workers import STOP_SIGNALS, kill_children, warn
 
 
@@ -54,12 +54,17 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     or a checkpoint RUN/checkpoints/step_<n>.pt: a new run that starts with its networks and may
     have other flags, such as another --reward-head"""
 
+    @property
+    def frame_size(self) -> int:
+        """Height and width of the frames in pixels: --render-size, or what suits the model."""
+        return self.render_size or render_size_of(self.clip_model)
+
 
 # Flags that may be given with --resume: how long, where and how often, but not what is learned.
 # (DQN's schedules depend on --total-timesteps and stretch with it.)
 RESUME_MAY_CHANGE = set(
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size worker_timeout "
-    "allow_slow compile track judge runs_dir resume renderer render_quality".split()
+    "allow_slow compile track judge runs_dir resume renderer".split()
 )
 
 LINE = 100  # characters per line on the console
@@ -347,7 +352,7 @@ class Run:
             parts = {name: part for name, part in parts.items() if isinstance(part, module)}
         elif look != restored.get("look", look):
             were = f"the run's pictures were drawn by {restored['look']}, these by {look}"
-            raise UsageError(f"{were}: choose with --renderer and --render-quality")
+            raise UsageError(f"{were}: choose with --renderer")
         try:
             for name, part in parts.items():
                 state = restored[name]
@@ -371,10 +376,11 @@ class Run:
             write(self.folder / "checkpoints/best.pt", self.best)
         self.saved_step = self.step
 
-    def due(self, every, steps):
-        """Return whether the last `steps` passed a multiple of `every`, or ended the run."""
-        end = self.step >= self.args.total_timesteps
-        return every > 0 and (end or self.step % every < steps)
+    def due(self, every, start, end):
+        """Return whether a multiple of `every` steps, or the end of the run, lies in (start, end].
+        Never if `every` is 0."""
+        last = end >= self.args.total_timesteps
+        return every > 0 and (last or end // every > start // every)
 
     def log(self, scalars):
         """Write {tag: value} to the event file, and the first charts, as many as fit, to one line

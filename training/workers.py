@@ -86,7 +86,7 @@ class Pool:
     Attributes:
         render_s, clip_s: seconds of drawing and CLIP for the last `take`, a worker's on average.
         restarts: how many workers were replaced, by Ray or here.
-        look: how all of them draw, such as "egl, full quality".
+        look: how all of them draw, such as "egl" or "warp".
     """
 
     def __init__(self, make_renderer, make_reward, devices, batch_size=64, timeout=600):
@@ -223,7 +223,7 @@ class Pool:
         self.look = self.look or look
         if look != self.look:
             problem = f"{worker.name} draws by {look}, the others by {self.look}"
-            raise RunError(f"{problem}: choose with --renderer and --render-quality")
+            raise RunError(f"{problem}: choose with --renderer")
         worker.line, worker.room = line, 2
         if self.ready:  # a later actor, or one on another node
             print(f"{worker.name}: {line}", flush=True)
