@@ -18,8 +18,7 @@ setup: $(VENV)/.installed
 
 dev: $(VENV)/.installed-dev gl
 
-# Without --no-compile pip would compile all of torch, most of which is never imported.
-PIP := $(PY) -m pip install --disable-pip-version-check --no-compile -q
+PIP := $(PY) -m pip install --disable-pip-version-check -q
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -84,7 +84,12 @@ def render_size_of(name: str) -> int:
     config = model_folder(name) / "open_clip_config.json"
     if not name.startswith("local-dir:") or not config.is_file():
         return 480
-    return json.loads(config.read_text()).get("render_size", 480)
+    try:
+        return int(json.loads(config.read_text()).get("render_size", 480))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"--clip-model {name}: {config} is damaged: {first_line(error)}"
+        ) from error
 
 
 ModelName = Annotated[str, AfterValidator(full_name)]

@@ -91,8 +91,6 @@ class Args(RunArgs):
     """anneal the learning rate linearly to 0 over total_timesteps (not in the paper)"""
     max_grad_norm: Annotated[float, Interval(gt=0)] = 10.0
     """gradients are clipped to this norm"""
-    hidden_size: PositiveInt = 256
-    """width of the two hidden layers"""
     layer_norm: bool = False
     """layer norm in the hidden layers, against values that diverge (not in the paper)"""
     start_e: Share = 1.0
@@ -145,16 +143,19 @@ def check_args(args: Args) -> None:
     args.check_reward()
 
 
+HIDDEN = 256  # width of the two hidden layers
+
+
 class QNetwork(nn.Module):
     """Observations [B, O] -> values of all actions [B, A]."""
 
     def __init__(self, observation_dim, action_space, args: Args):
         super().__init__()
-        layers, width = [], args.hidden_size
-        for inputs in (observation_dim, width):
-            layers += [nn.Linear(inputs, width), *([nn.LayerNorm(width)] * args.layer_norm)]
+        layers = []
+        for inputs in (observation_dim, HIDDEN):
+            layers += [nn.Linear(inputs, HIDDEN), *([nn.LayerNorm(HIDDEN)] * args.layer_norm)]
             layers.append(nn.ReLU())
-        self.net = nn.Sequential(*layers, nn.Linear(width, int(action_space.n)))
+        self.net = nn.Sequential(*layers, nn.Linear(HIDDEN, int(action_space.n)))
 
     def forward(self, observations):
         return self.net(observations)

@@ -91,8 +91,6 @@ class Args(RunArgs):
     """learning rate of the actor"""
     q_lr: LearningRate = 6e-4
     """learning rate of the critics and of the entropy coefficient"""
-    hidden_size: PositiveInt = 256
-    """width of the two hidden layers of actor and critics"""
     layer_norm: bool = True
     """layer norm in the critics, as in DroQ and SimBa: their values stay sane with many updates per
     step (not in the paper)"""
@@ -106,10 +104,8 @@ class Args(RunArgs):
     pink_noise: bool = True
     """explore with pink noise, random actions before learning included; otherwise with white noise,
     which is new at every step (the paper's)"""
-    autotune: bool = True
-    """tune the entropy coefficient to a policy entropy of -dim(actions)"""
-    entropy_coef: Annotated[float, Interval(ge=0, lt=1e6)] = 0.05
-    """entropy coefficient; with --autotune its initial value"""
+    entropy_coef: Annotated[float | None, Interval(ge=0, lt=1e6)] = None
+    """fixed entropy coefficient (default: tuned to a policy entropy of -dim(actions), from 0.05)"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -155,7 +151,6 @@ def check_args(args: Args) -> None:
     no_camera = no_state or args.env_id == MOUNTAIN_CAR
     late = args.learning_starts > max(rollout, args.total_timesteps)
     problems = {
-        "--entropy-coef 0 needs --no-autotune": args.autotune and not args.entropy_coef,
         f"--n-step {args.n_step} is longer than an episode": args.n_step > args.episode_length,
         f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
         f"--learning-starts {args.learning_starts} is beyond --total-timesteps": late,
@@ -297,11 +292,14 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) * (self.var + 1e-4).rsqrt()).clamp(-10, 10)
 
 
-def mlp(inputs: int, hidden: int, outputs: int, layer_norm: bool = False) -> nn.Sequential:
+HIDDEN = 256  # width of the two hidden layers of actor and critics
+
+
+def mlp(inputs: int, outputs: int, layer_norm: bool = False) -> nn.Sequential:
     layers = []
-    for width in (inputs, hidden):
-        layers += [nn.Linear(width, hidden), *([nn.LayerNorm(hidden)] * layer_norm), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(hidden, outputs))
+    for width in (inputs, HIDDEN):
+        layers += [nn.Linear(width, HIDDEN), *([nn.LayerNorm(HIDDEN)] * layer_norm), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(HIDDEN, outputs))
 
 
 class TwinCritic(nn.Module):
@@ -311,8 +309,8 @@ class TwinCritic(nn.Module):
         super().__init__()
         self.normalize = normalize
         inputs = observation_dim + action_dim
-        self.qf1 = mlp(inputs, args.hidden_size, 1, args.layer_norm)
-        self.qf2 = mlp(inputs, args.hidden_size, 1, args.layer_norm)
+        self.qf1 = mlp(inputs, 1, args.layer_norm)
+        self.qf2 = mlp(inputs, 1, args.layer_norm)
 
     def forward(self, observations, actions):
         x = torch.cat([self.normalize(observations), actions], 1)
@@ -329,7 +327,7 @@ class Actor(nn.Module):
         super().__init__()
         normalize = args.normalize_observations
         self.normalize = RunningNorm(observation_dim) if normalize else nn.Identity()
-        self.net = mlp(observation_dim, args.hidden_size, 2 * math.prod(action_space.shape))
+        self.net = mlp(observation_dim, 2 * math.prod(action_space.shape))
         bounds = np.stack([action_space.low, action_space.high]).astype(np.float32)
         low, high = torch.from_numpy(bounds).flatten(1)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -458,7 +456,9 @@ def make_learner(args: Args, observation_dim, action_space, device):
     critic, target_critic = TwinCritic(*shape).to(device), TwinCritic(*shape).to(device)
     target_critic.load_state_dict(critic.state_dict())
     target_critic.requires_grad_(False)
-    log_alpha = torch.tensor(args.entropy_coef, device=device).log().requires_grad_(args.autotune)
+    tuned = args.entropy_coef is None
+    entropy_coef = torch.tensor(0.05 if tuned else args.entropy_coef, device=device)
+    log_alpha = entropy_coef.log().requires_grad_(tuned)
     captured = args.compile and device.type == "cuda"
     adam = functools.partial(torch.optim.Adam, fused=True, capturable=captured)
     return {
@@ -483,7 +483,7 @@ def update(batch, learner, args: Args):
     actor_loss, log_density = update_actor(batch[0], actor, critic, actor_optimizer, alpha)
     entropy, target_entropy = -log_density.mean(), -batch[2].shape[1]
     alpha_loss = alpha * (entropy - target_entropy)
-    if args.autotune:
+    if args.entropy_coef is None:
         log_alpha.grad = alpha_loss  # alpha = exp(log_alpha) is its own derivative
         alpha_optimizer.step()
     with torch.no_grad():

@@ -1,10 +1,10 @@
 """Label a dataset as a person would who errs now and then: a judge presses the keys of the
 labelling page, and 5 % of its answers are wrong. The flags are those of `eval_epic.py label`.
 
-    python eval_epic.py collect --source poses --render-size 64 --out data/one.npz
+    python eval_epic.py collect --source poses --out data/one.npz
     python benchmarks/labels.py data/one.npz --judge splits --count 100
     python eval_epic.py fit --dataset data/one.npz --judge splits --out data/head.safetensors \\
-        --clip-model local-dir:tiny_clip
+        --clip-model tiny_clip
 """
 
 import sys

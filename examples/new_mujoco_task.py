@@ -58,9 +58,9 @@ class Lamp(MujocoEnv):
 gym.register("Lamp-v0", Lamp)
 
 
-FLAGS = """--clip-model local-dir:tiny_clip --render-size 64 --num-envs 4 --episode-length 50
+FLAGS = """--clip-model tiny_clip --num-envs 4 --episode-length 50
     --total-timesteps 12000 --learning-starts 1000 --gradient-steps 100 --batch-size 128
-    --entropy-coef 0.05 --checkpoint-freq 4000 --video-freq 4000"""
+    --checkpoint-freq 4000 --video-freq 4000"""
 GOAL = np.array([[-0.5, 2.0, 0.6, 0, 0, 0]])  # qpos and qvel of a lamp to read by
 
 

@@ -35,9 +35,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import plot_runs
 from environments import judges
 
-DQN = """dqn_clip_classic.py --clip-model local-dir:tiny_clip --render-size 64 --num-envs 4
-    --learning-starts 1000 --learning-rate 5e-4 --anneal-lr --tau 0.01
-    --target-network-frequency 1 --checkpoint-freq 8000 """
+DQN = "dqn_clip_classic.py --clip-model tiny_clip --checkpoint-freq 8000 "
 UPRIGHT = "pole vertically upright on top of the cart"
 PEAK = "a car at the peak of the mountain, next to the yellow flag"
 CAR = (PEAK, "a car climbing towards the flag", "a car in the mountain")

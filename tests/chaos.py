@@ -26,7 +26,7 @@ import tyro
 
 from training.run import checkpoints
 
-COMMON = f"""--num-envs 2 --episode-length 12 --render-size 64 --hidden-size 32 --batch-size 16
+COMMON = f"""--num-envs 2 --episode-length 12 --render-size 64 --batch-size 16
     --gradient-steps 6 --learning-starts 24 --checkpoint-freq 48 --video-freq 96 --worker-timeout 5
     --clip-batch-size 8 --clip-model {helpers.TINY} --reward-devices cpu cpu""".split()
 SCRIPTS = {  # HalfCheetah's environments are processes

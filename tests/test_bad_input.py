@@ -42,7 +42,7 @@ BOTH = """
 --episode-length 0                          | episode_length
 --buffer-size 10                            | --buffer-size is smaller than a rollout
 --batch-size 0                              | batch_size
---hidden-size 0                             | hidden_size
+--score-every 0                             | score_every
 --gradient-steps 0                          | gradient_steps
 --learning-starts -1                        | learning_starts
 --learning-starts 20000 --total-timesteps 10000 | is beyond --total-timesteps
@@ -110,8 +110,7 @@ ROWS = {
 --env-id Ant-v5 --judge kneeling            | --judge kneeling
 --env-id Pendulum-v1 --judge kneeling       | --judge
 --env-id MountainCarContinuous-v0 --reward-alpha 0.5 | --baseline-prompt
---entropy-coef 0                            | --entropy-coef 0
---entropy-coef -1 --no-autotune             | entropy_coef
+--entropy-coef -1                           | entropy_coef
 --entropy-coef nan                          | entropy_coef
 --n-step 0                                  | n_step
 --n-step 101                                | --n-step 101

@@ -187,7 +187,9 @@ def imported(paths):
 def test_the_image_has_every_package_that_is_needed_and_no_other():
     script = re.search(r"sed -i '(.*?)' /tmp/requirements-dev.txt", DOCKERFILE)[1]
     kept, everything = names(PINS["requirements.txt"]), names("\n".join(PINS.values()))
-    kept |= names(subprocess.check_output(["sed", script, ROOT / "requirements-dev.txt"], text=True))
+    kept |= names(
+        subprocess.check_output(["sed", script, ROOT / "requirements-dev.txt"], text=True)
+    )
     folders = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
     extras = PROJECT["project"]["optional-dependencies"]
     used = imported([*(ROOT / f"{name}.py" for name in SCRIPTS), *folders]) - {"gradio"}

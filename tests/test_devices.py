@@ -74,7 +74,7 @@ def test_a_run_resumes_to_the_bit(device, tmp_path):
 
     flags = f"--clip-model {TINY} --render-size 64 --renderer warp --reward-devices {device}"
     flags += " --target-prompt words --num-envs 2 --episode-length 20 --gradient-steps 10"
-    flags += " --learning-starts 40 --batch-size 16 --hidden-size 16 --video-freq 0"
+    flags += " --learning-starts 40 --batch-size 16 --video-freq 0"
     script = ROOT / "sac_clip_humanoid.py"
     for steps in (160, 80):
         folders = "--runs-dir", tmp_path / str(steps)

@@ -13,7 +13,7 @@ import dqn_clip_classic as dqn
 from environments.classic import ClassicRenderer
 
 SMALL = [
-    *("--num-envs", 2, "--render-size", 64, "--hidden-size", 32, "--batch-size", 16),
+    *("--num-envs", 2, "--render-size", 64, "--batch-size", 16),
     *("--gradient-steps", 6, "--target-network-frequency", 4, "--reward-devices", "cpu"),
 ]
 
@@ -123,7 +123,7 @@ def test_mountain_car_s_goal_is_absorbing():
 
 def test_greedy_actions_are_those_of_the_highest_value():
     torch.manual_seed(0)
-    q_network = dqn.QNetwork(4, gym.spaces.Discrete(3), dqn.Args(hidden_size=16))
+    q_network = dqn.QNetwork(4, gym.spaces.Discrete(3), dqn.Args())
     x = observations = np.random.default_rng(0).normal(0, 5, (50, 4)).astype(np.float32)
     weights = [tensor.numpy() for tensor in q_network.state_dict().values()]
     for i in (0, 2):

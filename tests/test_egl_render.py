@@ -250,9 +250,9 @@ def test_no_gl_library_is_one_line_that_says_what_to_type():
     assert 'without OpenGL: pip install ".[warp]"' in out
 
 
-def test_triton_can_be_imported_after_mesa_which_draws_in_the_calling_thread():
+def test_triton_can_be_imported_after_mesa():
     out, _ = run_python("""
-        import contextlib, pathlib
+        import contextlib
         import egl_render
         egl_render.setup_gl("cpu")
         import gymnasium, numpy as np
@@ -261,10 +261,8 @@ def test_triton_can_be_imported_after_mesa_which_draws_in_the_calling_thread():
         with contextlib.suppress(ImportError):
             import triton._C.libtriton  # all that torchvision's import needs to crash
         print(renderer.render(np.zeros((1, 47))).shape)
-        names = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
-        print(sum("llvmpipe" in name for name in names))
     """)
-    assert out.splitlines() == ["(1, 32, 32, 3)", "0"]
+    assert out == "(1, 32, 32, 3)"
 
 
 def test_gymnasiums_files_and_pygame_are_quiet_and_an_unstable_simulation_is_not(tmp_path):

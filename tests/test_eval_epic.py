@@ -214,18 +214,18 @@ def runs(tmp_path_factory):
     made = {}
     # Q-networks that push CartPole's cart under the falling pole, or away from it
     for name, sign, reward in (("good", 1, "clip"), ("bad", -1, "ground-truth")):
-        args = make_args(dqn, seed=0, episode_length=30, hidden_size=2, reward=reward)
+        args = make_args(dqn, seed=0, episode_length=30, reward=reward)
         network = new_network(dqn.QNetwork, args)
         lean = sign * torch.tensor([0.05, 0.1, 1.0, 0.4])
         set_layers(network.net, torch.stack([-lean, lean]), torch.eye(2), torch.eye(2))
         made[name] = save_run(folder / name, args, {64: network}, "q_network")
     # an actor that pushes MountainCar's car the way it is going
-    args = make_args(sac, env_id="MountainCarContinuous-v0", episode_length=150, hidden_size=2)
+    args = make_args(sac, env_id="MountainCarContinuous-v0", episode_length=150)
     actor = new_network(sac.Actor, args)
     ways = torch.tensor([[0.0, 1e3], [0.0, -1e3]])
     set_layers(actor.net, ways, torch.eye(2), torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
     made["car"] = save_run(folder / "car", args, {10: actor}, "actor")
-    settings = {"episode_length": 6, "hidden_size": 8, "normalize_observations": True}
+    settings = {"episode_length": 6, "normalize_observations": True}
     settings |= {"textured": False, "target_prompt": ("a humanoid robot standing up",)}
     args = make_args(sac, **settings)
     torch.manual_seed(0)
@@ -626,7 +626,7 @@ def test_a_judge_that_only_a_file_names_is_not_run(runs, evil, tmp_path):
     path, mark = evil
     judge = f"{path}:judge"
     run = shutil.copytree(runs["good"], tmp_path / "run", ignore=shutil.ignore_patterns("success*"))
-    save_flags(run, make_args(dqn, episode_length=30, hidden_size=2), judge=judge)
+    save_flags(run, make_args(dqn, episode_length=30), judge=judge)
     made = collect("run", tmp_path / "data.npz", run=run, episodes=1)
     *acts, sheet = on_dataset(made)
     for act in (*acts, eval_epic.Success(run=run)):
@@ -643,7 +643,7 @@ def test_a_script_that_only_a_file_names_is_not_run(runs, evil, tmp_path):
     path, mark = evil
     path.write_text(path.read_text() + Path(dqn.__file__).read_text())
     run = shutil.copytree(runs["good"], tmp_path / "run", ignore=shutil.ignore_patterns("success*"))
-    args = make_args(dqn, episode_length=30, hidden_size=2)
+    args = make_args(dqn, episode_length=30)
     save_flags(run, args, script=str(path))
     acts = [eval_epic.Collect(source="run", out=tmp_path / "new.npz", run=run)]
     acts += [eval_epic.Success(run=run), eval_epic.Success(run=runs["good"], compare=run)]
@@ -759,7 +759,7 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     assert words in message(tmp_path / "d")
     assert "needs either --run" in message(None)
     damages = ["", "{", "null", "[]", "7"]
-    names = ["env_id", "target_prompt", "render_size", "reward_alpha", "script", "hidden_size"]
+    names = ["env_id", "target_prompt", "score_every", "reward_alpha", "script", "batch_size"]
     damages += [json.dumps(args | {name: None}) for name in names]
     damages += [json.dumps(args | {"episode_length": 0, "reward_alpha": math.nan})]
     for text in damages:
@@ -876,7 +876,7 @@ def test_a_task_without_states_is_judged_by_its_own_verdict(tmp_path, command):
     (tmp_path / "line.py").write_text(OWN_VERDICT)
     words = ["--env-id", "line:Line-v0", "--reward", "ground-truth", "--num-envs", 2]
     words += ["--episode-length", 6, "--total-timesteps", 24, "--learning-starts", 12]
-    words += ["--gradient-steps", 1, "--hidden-size", 8, "--video-freq", 0]
+    words += ["--gradient-steps", 1, "--video-freq", 0]
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     run(sac.__file__, *words, "--runs-dir", tmp_path / "runs", **path)
     judged = [ROOT / "eval_epic.py", "success", "--run", tmp_path / "runs", "--episodes", 9]

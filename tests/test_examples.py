@@ -19,7 +19,7 @@ GOOD = ("a leaning pole", "pole vertically upright on top of the cart")
 BAD = "pole and cart"  # the baseline as well, which is an error of this prompt's runs only
 SWEEP = [
     *("examples/sweep.py", "--tasks", "CartPole", "--prompts", *GOOD, BAD, "--seeds", 1, 2),
-    *("--reward-alpha", 0.5, "--baseline-prompt", BAD, "--video-freq", 0, "--hidden-size", 16),
+    *("--reward-alpha", 0.5, "--baseline-prompt", BAD, "--video-freq", 0),
     *("--num-envs", 2, "--episode-length", 12, "--gradient-steps", 6, "--learning-starts", 24),
 ]
 

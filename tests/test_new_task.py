@@ -12,7 +12,7 @@ from PIL import Image
 
 sys.path.insert(0, str(ROOT / "examples"))  # as for who starts them
 SMALL = "--num-envs 2 --episode-length 12 --total-timesteps 72 --learning-starts 24 --batch-size 8"
-SMALL = f"{SMALL} --gradient-steps 2 --hidden-size 16 --render-size 64 --reward-devices cpu"
+SMALL = f"{SMALL} --gradient-steps 2 --render-size 64 --reward-devices cpu"
 SMALL = SMALL.split()
 PAGE = (ROOT / "docs/new_task.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)

@@ -148,7 +148,7 @@ def actor_at_work():
 @pytest.mark.slow
 def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, tmp_path):
     flags = [sac.__file__, "--target-prompt", helpers.KNEELING, "--clip-model", helpers.TINY]
-    flags += ["--num-envs", 2, "--episode-length", 12, "--render-size", 64, "--hidden-size", 32]
+    flags += ["--num-envs", 2, "--episode-length", 12, "--render-size", 64]
     flags += ["--batch-size", 16, "--gradient-steps", 6, "--learning-starts", 24]
     flags += ["--total-timesteps", 1440, "--video-freq", 720, "--clip-batch-size", 8, "--runs-dir"]
     helpers.run(*flags, tmp_path / "local", "--reward-devices", "cpu")

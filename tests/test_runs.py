@@ -28,7 +28,7 @@ from training.run import latest_run, load_args, parse_args, run_folder
 
 UPRIGHT = "pole vertically upright on top of the cart"
 SMALL = [
-    *("--num-envs", 2, "--episode-length", 12, "--render-size", 64, "--hidden-size", 32),
+    *("--num-envs", 2, "--episode-length", 12, "--render-size", 64),
     *("--batch-size", 16, "--gradient-steps", 6, "--learning-starts", 24),
 ]
 CLIP = {
@@ -122,7 +122,7 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
     if script is sac:
         observations, actions, rewards = (ring[0].numpy() for ring in rings(folder))
         observations, later = observations[:-1, 1], observations[1:, 1]
-        env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1)
+        env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, **sac.FORCES)
         low, high = env.action_space.low, env.action_space.high
         actions = ((actions[:, 1] + 1) / 2 * (high - low) + low).astype(np.float32)
     else:
@@ -146,7 +146,10 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
     )
     expected, *_ = scorer.score(np.stack(states))
     scorer.close()
-    np.testing.assert_allclose(rewards[:, 1], expected, atol=2e-3)
+    scored = [0, 4, 8, 11]
+    np.testing.assert_allclose(rewards[scored, 1], expected[scored], atol=2e-3)
+    between = np.interp(range(12), scored, expected[scored])
+    np.testing.assert_allclose(rewards[:, 1], between, atol=2e-3)
     assert np.ptp(expected) > 4e-3, "a reset's picture would score like the first"
     success = scalars(folder)[0]["charts/success_rate"]
     assert all(event.value in (0, 0.5, 1) for event in success)
@@ -168,7 +171,7 @@ def interrupt(number, at, *words):
 
 
 def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
-    base = [sac.__file__, *TRUTH, "--normalize-observations", "--runs-dir"]
+    base = [sac.__file__, *TRUTH, "--runs-dir"]
     run(*base, tmp_path / "whole", "--total-timesteps", 144)
     run(*base, tmp_path / "half", "--total-timesteps", 72)
     half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
@@ -188,7 +191,7 @@ def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
 
 @MOSTLY_DQN
 def test_a_new_run_may_start_with_the_networks_of_a_checkpoint(script, tmp_path):
-    more = ["--normalize-observations"] if script is sac else []
+    more = [] if script is sac else ["--no-anneal-lr"]  # or 48 steps would anneal faster
     run(script.__file__, *TRUTH, *more, "--total-timesteps", 72, "--runs-dir", tmp_path / "first")
     start = only_run(tmp_path / "first") / "checkpoints/step_72.pt"
     words = [script.__file__, "--resume", start, "--gamma", 0.5, "--total-timesteps"]
@@ -207,7 +210,7 @@ def test_a_new_run_may_start_with_the_networks_of_a_checkpoint(script, tmp_path)
     if script is sac:  # which goes on counting; and it acts by its policy at once
         assert now["best"]["global_step"] == 24
         assert now["actor"]["normalize.count"] == was["actor"]["normalize.count"] + 13 * 2
-        assert now["log_alpha"] == pytest.approx(math.log(sac.Args().entropy_coef), abs=1e-6)
+        assert now["log_alpha"] == pytest.approx(math.log(0.05), abs=1e-6)
     # it is a run as any other
     for steps in 48, 96:
         run(*words, steps, "--runs-dir", tmp_path / str(steps))
@@ -217,7 +220,7 @@ def test_a_new_run_may_start_with_the_networks_of_a_checkpoint(script, tmp_path)
     saved = [json.loads((folder / "args.json").read_text()) for folder in (half, whole)]
     assert [flags["resume"] for flags in saved] == [str(start)] * 2
     assert saved[1]["gamma"] == 0.5 and saved[1]["learning_starts"] == 0
-    (line,) = run(*words, 48, "--hidden-size", 16, code=2).stderr.splitlines()
+    (line,) = run(*words, 48, code=2).stderr.splitlines()
     assert "the checkpoint does not fit these flags or networks" in line
     words[2] = start.with_name("best.pt")
     assert "networks: it has no " in run(*words, 48, code=2).stderr
@@ -390,8 +393,9 @@ def test_a_copy_with_a_layer_a_loss_and_a_scalar_of_its_own(script, tmp_path):
     folder = copied(script, CHANGES[script], tmp_path)
     assert "__mine__1__" in folder.name
     assert [event.value for event in scalars(folder)[0]["charts/mine"]] == [42] * 3
-    key, count = ("critic", 16) if script is sac else ("q_network", 11)  # each layer has two parts
-    assert len(checkpoint(folder)[key]) == count
+    key, count = ("critic", 24) if script is sac else ("q_network", 11)  # each layer has two parts
+    found = [name for name in checkpoint(folder)[key] if "normalize" not in name]
+    assert len(found) == count
 
 
 @BOTH
@@ -435,7 +439,7 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
         return parse_args(script.Args, "")
 
     folder, (other,) = str(tmp_path), {sac, dqn} - {script}
-    flags = vars(script.Args(**PROMPT, hidden_size=32))
+    flags = vars(script.Args(**PROMPT, batch_size=32))
     contents = [
         (None, "neither a run's folder"),
         (json.dumps(vars(other.Args())), "another script"),
@@ -459,7 +463,7 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
         parse(folder, "--target-prompt", "something else")
     args = parse(folder, "--total-timesteps", "200", "--reward-devices", "cpu", "cpu")
     assert args.total_timesteps == 200 and args.reward_devices == ("cpu", "cpu")
-    assert args.hidden_size == 32 and args.target_prompt == ("a thing",)
+    assert args.batch_size == 32 and args.target_prompt == ("a thing",)
     del flags["render_size"]  # as in runs older than a flag
     (tmp_path / "args.json").write_text(json.dumps(flags))
-    assert parse(folder).render_size == 480
+    assert parse(folder).frame_size == 480

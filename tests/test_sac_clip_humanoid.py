@@ -17,7 +17,7 @@ from environments import classic, judges
 from training.run import load_args
 
 SMALL = [
-    *("--num-envs", 2, "--episode-length", 12, "--render-size", 64, "--hidden-size", 32),
+    *("--num-envs", 2, "--episode-length", 12, "--render-size", 64),
     *("--batch-size", 16, "--gradient-steps", 3, "--learning-starts", 24),
     *("--target-prompt", KNEELING, "--clip-model", TINY),
 ]
@@ -206,7 +206,7 @@ SPACE = gym.spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 1.0], n
 
 def networks(**options):
     """An actor and its critic for 3 observations and 2 actions."""
-    args = sac.Args(hidden_size=16, **{"normalize_observations": False} | options)
+    args = sac.Args(**{"normalize_observations": False} | options)
     actor = sac.Actor(3, SPACE, args)
     return actor, sac.TwinCritic(3, 2, args, actor.normalize)
 

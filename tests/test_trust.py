@@ -27,7 +27,7 @@ import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from training.run import checkpoints, load_checkpoint
 
-SMALL = "--num-envs 2 --episode-length 12 --hidden-size 32 --batch-size 16 --gradient-steps 6"
+SMALL = "--num-envs 2 --episode-length 12 --batch-size 16 --gradient-steps 6"
 SMALL = f"{SMALL} --learning-starts 24 --checkpoint-freq 24 --video-freq 0".split()
 TRUTH = [*SMALL, "--reward", "ground-truth"]
 CLIP = [*SMALL, "--target-prompt", KNEELING, "--clip-model", TINY, "--render-size", 64]
@@ -184,11 +184,11 @@ def test_every_damage_is_noticed(done, damage, tmp_path):
 def test_one_edited_flag_does_not_damage_the_checkpoints(done, tmp_path):
     script, whole = done
     folder = shutil.copytree(whole, tmp_path / "run")
-    edit(folder, hidden_size=16)
+    edit(folder)
     line = refused(script.__file__, "--resume", folder, "--total-timesteps", 72)
     assert line.startswith("error: the checkpoint does not fit these flags")
     assert contents(folder) == contents(whole)
-    edit(folder, hidden_size=32)
+    edit(folder)
     run(script.__file__, "--resume", folder, "--total-timesteps", 60)
     assert max(checkpoints(folder)) == 60
 

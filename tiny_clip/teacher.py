@@ -2,9 +2,7 @@
 States of such runs are in hacked.npz. Where they succeed and CLIP's fail, CLIP is the limit.
 
     python sac_clip_humanoid.py --env-id tiny_clip.teacher:HumanoidLotus-v0 --reward ground-truth \\
-        --num-envs 8 --total-timesteps 64000 --learning-starts 4800 --gradient-steps 600 \\
-        --batch-size 128 --n-step 3 --gamma 0.97 --entropy-coef 0.05 --normalize-observations \\
-        --layer-norm
+        --total-timesteps 64000
 """
 
 import gymnasium as gym
