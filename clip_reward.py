@@ -114,7 +114,7 @@ class RewardArgs:
     """strength of goal-baseline regularisation, from 0 (plain cosine) to 1"""
     score_every: PositiveInt = 4
     """CLIP scores every 4th state of an episode, and the last one; the rewards of the states
-    between are interpolated (1: all states, as in the paper)"""
+    between are interpolated (1: all states, as in the paper). Without effect on ground-truth"""
     reward: Literal["clip", "ground-truth"] = "clip"
     """ground-truth: learn from the environment's own reward, as a baseline"""
     clip_model: ModelName = "ViT-bigG-14/laion2b_s39b_b160k"

@@ -180,6 +180,7 @@ def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
     assert equal(one, two) and not equal(one, checkpoint(half, "step_72"))
     values, _ = scalars(half)
     assert [event.step for event in values["charts/SPS"]] == [24, 48, 72, 96, 120, 144]
+    assert "charts/clip_pictures" not in values, "the environment's own reward needs none"
     seen = one["replay"]["rings"][0].flatten(0, 2).double()
     assert one["actor"]["normalize.count"] == len(seen) == 6 * 13 * 2
     best = checkpoint(half, "best")  # as it was played: with what had been seen before
@@ -363,12 +364,12 @@ def test_one_lost_worker_is_replaced_and_two_in_a_rollout_end_the_run(script, tm
 
 CHANGES = {  # a layer, a loss and a scalar
     sac: [
-        ("Sequential(*layers, ", "Sequential(*layers, nn.Linear(hidden, hidden), nn.Tanh(), "),
+        ("Sequential(*layers, ", "Sequential(*layers, nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), "),
         ("losses = (values - targets)", "losses = 0.1 * values.mean() + (values - targets)"),
         ("run.log(scalars)", 'run.log(scalars | {"charts/mine": 42.0})'),
     ],
     dqn: [
-        ("Sequential(*layers, ", "Sequential(*layers, nn.BatchNorm1d(width), nn.Tanh(), "),
+        ("Sequential(*layers, ", "Sequential(*layers, nn.BatchNorm1d(HIDDEN), nn.Tanh(), "),
         ("loss = F.smooth", "loss = 0.1 * values.mean() + F.smooth"),
         ("run.log(scalars)", 'run.log(scalars | {"charts/mine": 42.0})'),
     ],
@@ -466,4 +467,4 @@ def test_what_cannot_be_resumed(script, tmp_path, monkeypatch):
     assert args.batch_size == 32 and args.target_prompt == ("a thing",)
     del flags["render_size"]  # as in runs older than a flag
     (tmp_path / "args.json").write_text(json.dumps(flags))
-    assert parse(folder).frame_size == 480
+    assert parse(folder).frame_size == 64, "tiny_clip's own"

@@ -107,6 +107,8 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
     folder = learn(tmp_path / "runs", *goal, *views)
     args = load_args(folder, sac.Args)
     assert args.target_prompt == () and args.camera_azimuth == (150, 210)
+    pictures = [event.value for event in scalars(folder)[0]["charts/clip_pictures"]]
+    assert pictures == [4 * 2 * 2], "scored steps, environments, cameras"
     _, actions, rewards = (ring[0].numpy() for ring in rings(folder))
     env = sac.make_env(args)()
     env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
