@@ -176,7 +176,8 @@ class RenderArgs:
     the humanoid) or of the task's own"""
     camera_azimuth: tuple[Annotated[float, Interval(ge=-360, le=360)], ...] = ()
     """degrees around the vertical axis. With several, each state is drawn from each, and its reward
-    is their mean; each costs CLIP once more"""
+    is their mean; each costs CLIP once more (default: 180 120 240 for the humanoid, whose knees and
+    hands a single camera may not see; the paper: 180)"""
     camera_elevation: Annotated[float | None, Interval(ge=-360, le=360)] = None
     """degrees, negative looks down"""
     camera_lookat: tuple[Metres, Metres, Metres] | None = None

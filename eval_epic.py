@@ -198,7 +198,6 @@ class Prompts(OnDataset):
                 from tiny_clip.data import facing_columns
 
                 columns = facing_columns(self.per_pose)
-                args.camera_azimuth = (180.0, 120.0, 240.0)
             else:
                 columns = datasets.uniform_columns(args.env_id, 15 * self.per_pose, seed=0)
             data = datasets.Dataset(args, {"source": "prompts"}, **columns)

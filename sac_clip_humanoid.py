@@ -109,8 +109,9 @@ class Args(RunArgs):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.baseline_prompt and self.env_id.startswith("Humanoid"):
-            self.baseline_prompt = ("a humanoid robot",)
+        if self.env_id.startswith("Humanoid"):
+            self.baseline_prompt = self.baseline_prompt or ("a humanoid robot",)
+            self.camera_azimuth = self.camera_azimuth or (180.0, 120.0, 240.0)
 
 
 MOUNTAIN_CAR = "MountainCarContinuous-v0"

@@ -195,10 +195,11 @@ def save_run(folder, args, checkpoints, key):
 
 
 def set_layers(net, *weights):
-    """The three linear layers of a network, with no bias."""
+    """The three linear layers of a network, with no bias; all other hidden units are dead."""
     with torch.no_grad():
-        for layer, weight in zip((net[0], net[2], net[4]), weights):
-            layer.weight.copy_(weight)
+        for layer, weight in zip([part for part in net if hasattr(part, "in_features")], weights):
+            layer.weight.zero_()
+            layer.weight[: weight.shape[0], : weight.shape[1]] = weight
             layer.bias.zero_()
 
 
@@ -220,12 +221,13 @@ def runs(tmp_path_factory):
         set_layers(network.net, torch.stack([-lean, lean]), torch.eye(2), torch.eye(2))
         made[name] = save_run(folder / name, args, {64: network}, "q_network")
     # an actor that pushes MountainCar's car the way it is going
-    args = make_args(sac, env_id="MountainCarContinuous-v0", episode_length=150)
+    plain = {"layer_norm": False, "normalize_observations": False}
+    args = make_args(sac, env_id="MountainCarContinuous-v0", episode_length=150, **plain)
     actor = new_network(sac.Actor, args)
     ways = torch.tensor([[0.0, 1e3], [0.0, -1e3]])
     set_layers(actor.net, ways, torch.eye(2), torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
     made["car"] = save_run(folder / "car", args, {10: actor}, "actor")
-    settings = {"episode_length": 6, "normalize_observations": True}
+    settings = {"episode_length": 6, "camera_azimuth": (180.0,)}
     settings |= {"textured": False, "target_prompt": ("a humanoid robot standing up",)}
     args = make_args(sac, **settings)
     torch.manual_seed(0)
