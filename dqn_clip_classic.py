@@ -14,7 +14,8 @@ Offline on a laptop, with the small CLIP that comes with the project:
 MountainCar in the same way:
 
     python dqn_clip_classic.py --env-id MountainCar-v0 --clip-model tiny_clip \\
-        --target-prompt "a car at the peak of the mountain, next to the yellow flag"
+        --target-prompt "a car at the peak of the mountain, next to the yellow flag" \\
+        --total-timesteps 80000
 
 The paper's own settings are in docs/paper.md.
 
@@ -61,7 +62,7 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """CartPole-v1 or MountainCar-v0"""
-    total_timesteps: PositiveInt = 80_000
+    total_timesteps: PositiveInt = 40_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 4
     """environments stepped in turn by this process: a step takes microseconds"""

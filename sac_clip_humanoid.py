@@ -85,7 +85,7 @@ class Args(RunArgs):
     """transitions per update"""
     learning_starts: NonNegativeInt = 4800
     """steps of random actions before the first update"""
-    gradient_steps: PositiveInt = 300
+    gradient_steps: PositiveInt = 600
     """updates after each rollout (num_envs * episode_length steps)"""
     policy_lr: LearningRate = 6e-4
     """learning rate of the actor"""
