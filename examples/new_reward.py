@@ -33,7 +33,8 @@ from warp_render import WarpRenderer
 
 class GoalDistance(nn.Module):
     """1 minus the mean distance, per pixel and colour, to a picture [H, W, 3] uint8 of the goal,
-    both shrunk to 16 x 16, so that an object beside its goal scores more than one far from it."""
+    both shrunk to 16 x 16, so that an object beside its goal scores more than one far from it. With
+    several cameras, frames [B, V, H, W, 3], it is the mean over all pictures of a state."""
 
     def __init__(self, device, goal):
         super().__init__()
@@ -46,8 +47,9 @@ class GoalDistance(nn.Module):
         return nn.functional.adaptive_avg_pool2d(images, 16)
 
     def forward(self, frames):
-        distance = self.small(torch.as_tensor(frames).to(self.device)) - self.goal
-        return 1 - distance.abs().mean((1, 2, 3))
+        frames = torch.as_tensor(frames).to(self.device)
+        distance = (self.small(frames.flatten(0, -4)) - self.goal).abs().mean((1, 2, 3))
+        return 1 - distance.view(len(frames), -1).mean(1)
 
 
 class LinearHead(nn.Module):

@@ -184,11 +184,12 @@ def test_every_damage_is_noticed(done, damage, tmp_path):
 def test_one_edited_flag_does_not_damage_the_checkpoints(done, tmp_path):
     script, whole = done
     folder = shutil.copytree(whole, tmp_path / "run")
-    edit(folder)
+    default = script.Args().layer_norm
+    edit(folder, layer_norm=not default)
     line = refused(script.__file__, "--resume", folder, "--total-timesteps", 72)
     assert line.startswith("error: the checkpoint does not fit these flags")
     assert contents(folder) == contents(whole)
-    edit(folder)
+    edit(folder, layer_norm=default)
     run(script.__file__, "--resume", folder, "--total-timesteps", 60)
     assert max(checkpoints(folder)) == 60
 
@@ -433,11 +434,14 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last(sc
 
 def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path):
     """TensorBoard writes them in a thread of its own, which dies of it."""
-    words = [dqn.__file__, *TRUTH, *LONG, "--checkpoint-freq", 10**6, "--runs-dir", tmp_path]
+    script = tmp_path / "small.py"  # a best.pt of 8000 bytes
+    text = Path(dqn.__file__).read_text()
+    script.write_text(text.replace("HIDDEN = 256", "HIDDEN = 32"))
+    words = [script, *TRUTH, *LONG, "--checkpoint-freq", 10**6, "--runs-dir", tmp_path / "runs"]
     with started(*words) as process:
         reaches(process, 2400)
-        (events,) = only_run(tmp_path).glob("events*")
-        assert wait_until(lambda: events.stat().st_size > 40_000, 20)  # best.pt has 8000
+        (events,) = only_run(tmp_path / "runs").glob("events*")
+        assert wait_until(lambda: events.stat().st_size > 40_000, 20)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (40_000, 40_000))
         reaches(process, 12_000)
         process.send_signal(signal.SIGTERM)
