@@ -21,8 +21,8 @@ The paper's own settings are in docs/paper.md.
 
 DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
 
-    python dqn_clip_classic.py --reward ground-truth --terminate --episode-length 500 \\
-        --total-timesteps 100000 --learning-starts 1000 --gradient-steps 250 \\
+    python dqn_clip_classic.py --reward ground-truth --terminate --num-envs 1 \\
+        --episode-length 500 --total-timesteps 100000 --learning-starts 1000 --gradient-steps 250 \\
         --learning-rate 3e-4 --anneal-lr --tau 0.02 --target-network-frequency 1 --layer-norm \\
         --end-e 0.01 --video-freq 0
 """

@@ -332,8 +332,10 @@ class Run:
         raise UsageError(f"--resume {self.folder}: it has no intact checkpoints/step_<n>.pt")
 
     def _track(self):
-        import wandb
-
+        try:
+            import wandb
+        except ImportError as error:
+            raise UsageError('--track needs Weights & Biases: pip install ".[track]"') from error
         names = {"name": self.folder.name, "id": self.folder.name, "dir": self.folder}
         # "allow": a resumed run continues its curve
         wandb.init(sync_tensorboard=True, config=vars(self.args), resume="allow", **names)
