@@ -28,8 +28,13 @@ $(VENV)/.installed: requirements.txt
 	$(PIP) -r requirements.txt
 	@touch $@
 
+# One picture compiles Warp's kernels, which many tests would otherwise do at the same time.
+WARM := import numpy, sac_clip_humanoid as sac; \
+	sac.make_renderer(sac.Args(clip_model="tiny_clip")).draw(numpy.zeros((1, 47)))
+
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(PIP) -r requirements-dev.txt
+	@$(PY) -c '$(WARM)'
 	@touch $@
 
 # The tests compare Warp's pictures with OpenGL's. Install the system's EGL if it is missing; where
