@@ -27,6 +27,7 @@ def test_mountain_car_with_textures(tmp_path):
     prompts = ["--target-prompt", target, "--baseline-prompt", baseline, "--reward-alpha", 0.5]
     base = [dqn.__file__, *SMALL, *prompts, "--clip-model", TINY, "--env-id", "MountainCar-v0"]
     base += ["--video-freq", 48, "--episode-length", 12, "--learning-starts", 24]
+    base += ["--score-every", 1]
     run(*base, "--total-timesteps", 48, "--runs-dir", tmp_path)
     folder = only_run(tmp_path)
     _, states, _, rewards, _ = rings(folder)
