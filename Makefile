@@ -30,7 +30,7 @@ $(VENV)/.installed: requirements.txt
 
 # One picture compiles Warp's kernels, which many tests would otherwise do at the same time.
 WARM := import numpy, sac_clip_humanoid as sac; \
-	sac.make_renderer(sac.Args(clip_model="tiny_clip")).draw(numpy.zeros((1, 47)))
+	sac.make_renderer(sac.Args(clip_model="tiny_clip", renderer="warp")).render(numpy.zeros((1, 47)))
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(PIP) -r requirements-dev.txt

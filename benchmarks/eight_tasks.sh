@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train and judge the paper's eight tasks by their sentences, first runs, the scripts' defaults, two at a time:
-#     benchmarks/eight_tasks.sh 7 8 9         # these seeds; two CPU cores need two hours
+#     benchmarks/eight_tasks.sh 7 8 9         # these seeds
 #     benchmarks/eight_tasks.sh               # print the table of what has been judged so far
 # The same command continues what was interrupted. RUNS: the folder of all runs; FRAMES: of each; FLAGS: more flags.
 set -euo pipefail

@@ -102,7 +102,7 @@ def environment(**changes):
     """For a new Python process that can import what this one can, but starts like a user's: without
     what was set in this one by importing."""
     path = os.pathsep.join(path for path in sys.path if path)
-    ours = ("GOMP_SPINCOUNT", "MUJOCO_GL", "LP_NUM_THREADS", "PYGLFW_LIBRARY", "PYTHONWARNINGS")
+    ours = ("GOMP_SPINCOUNT", "MUJOCO_GL", "PYGLFW_LIBRARY", "PYTHONWARNINGS")
     usual = {name: value for name, value in os.environ.items() if name not in ours}
     return usual | {"PYTHONPATH": path} | changes
 
