@@ -18,8 +18,8 @@ alone, then all in a run with one update per rollout:
     python benchmarks/pipeline.py --scorer-ms 1.6 --draw-ms 1.5 --json overlap.json
     python benchmarks/pipeline.py --scorer-ms 16 --reward-devices cpu cpu cpu cpu     # or ray:4
 
-All other flags are the training script's. Defaults: the embedded CLIP at its own resolution, and
-the paper's ratio of updates to steps.
+All other flags are the training script's. Defaults: the embedded CLIP at its own resolution, every
+state scored, and the paper's ratio of updates to steps.
 """
 
 import functools
@@ -50,7 +50,7 @@ from torch.utils.benchmark import Timer
 import training.workers
 # isort: on
 
-COMMON = "--target-prompt words --clip-model tiny_clip --allow-slow"
+COMMON = "--target-prompt words --clip-model tiny_clip --allow-slow --score-every 1"
 SAC = "--num-envs 32 --episode-length 100 --gradient-steps 100 --batch-size 512"
 DQN = "--num-envs 8 --episode-length 200 --gradient-steps 1600 --batch-size 64"
 
@@ -180,6 +180,7 @@ def workers_alone(script, args, make_reward, states_per_worker):
 def whole_run(command, args, rollouts):
     """Run the script -> {stage: {"seconds_per_rollout", speed}}, medians over rollouts."""
     steps = args.num_envs * args.episode_length
+    frames = args.num_envs * len(clip_reward.scored_steps(args.episode_length, args.score_every))
     total = f"--total-timesteps {steps * (rollouts + 1)} --learning-starts 1 --video-freq 0"
     with tempfile.TemporaryDirectory() as folder:
         command = [*command, *total.split(), "--runs-dir", folder]
@@ -188,8 +189,8 @@ def whole_run(command, args, rollouts):
         events = EventAccumulator(str(next(Path(folder).iterdir()))).Reload()
     stages = {
         "physics": (steps, "steps/s"),
-        "render": (steps, "frames/s"),
-        "clip": (steps, "frames/s"),
+        "render": (frames, "frames/s"),
+        "clip": (frames, "frames/s"),
         "update": (args.gradient_steps, "updates/s"),
     }
     seconds = {stage: [e.value for e in events.Scalars(f"time/{stage}_s")[1:]] for stage in stages}
@@ -199,6 +200,8 @@ def whole_run(command, args, rollouts):
     for stage, values in seconds.items():
         (count, unit), median = stages.get(stage, stages["physics"]), max(np.median(values), 1e-9)
         result[stage] = {"seconds_per_rollout": median, unit: count / median}
+        if stage == "end to end":
+            result[stage]["frames/s"] = frames / median
         print(f"{stage:>13} {median:>10.3f} {count / median:>9.4g}   {unit}")
     return result
 
@@ -213,7 +216,7 @@ def main():
     args = tyro.cli(script.Args, args=flags, config=(tyro.conf.OmitArgPrefixes,))
     command, devices = [sys.executable, script.__file__, *flags], args.devices()
     alone, result = 0.0, {"machine": machine(devices[0]), "args": vars(args)}
-    print(f"{args.env_id}, {args.clip_model}, {args.render_size} px\n{result['machine']}")
+    print(f"{args.env_id}, {args.clip_model}, {args.frame_size} px\n{result['machine']}")
 
     def keep(**more):
         result.update(more)
@@ -244,7 +247,7 @@ def main():
     if "run" in own.measure:
         keep(stages=whole_run(command, args, own.rollouts))
         if alone:
-            share = result["stages"]["end to end"]["steps/s"] / alone
+            share = result["stages"]["end to end"]["frames/s"] / alone
             keep(end_to_end_of_alone=share)
             print(f"end to end is {share:.3f} of all scorers alone ({alone:.4g} frames/s)")
 
