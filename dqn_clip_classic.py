@@ -287,7 +287,7 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
     updates = torch.zeros((), dtype=torch.int64)
     saved = learner | {"replay": buffer, "updates": updates}
-    run.restore(saved, pool.look)  # with --resume
+    run.restore(saved, pool.look if use_clip else "")  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout): a resumed run continues as the
@@ -376,11 +376,11 @@ if __name__ == "__main__":
         run.log(scalars)
 
         # 5. Save
+        if run.due(args.checkpoint_freq, run.step - steps, run.step):
+            run.save(saved)
         if run.due(args.video_freq, run.step - steps, run.step):
             film = states[:, 0][valid[:, 0]]  # the first environment's episode
             run.video(pool.render(film, size=600), envs.metadata["render_fps"])
-        if run.due(args.checkpoint_freq, run.step - steps, run.step):
-            run.save(saved)
 
     run.save(saved)  # a stopped run, too
     envs.close()

@@ -177,16 +177,22 @@ class EndlessEpisodes(gym.Wrapper):
     def call(self, method, *args, **kwargs):
         try:
             return method(*args, **kwargs)
-        except Exception:  # one that cannot be pickled would make Gymnasium wait forever
-            raise RuntimeError(f"the environment failed:\n{traceback.format_exc()}") from None
+        except Exception as error:  # one that cannot be pickled would make Gymnasium wait forever
+            cause = " ".join(traceback.format_exception_only(error)[-1].split())
+            text = f"{traceback.format_exc()}the environment failed: {cause}"
+            raise RuntimeError(text) from None
 
     def reset(self, *, seed=None, options=None):
         self.t, self.film = 0, self.filmed and options["film"]
         return self.call(self.env.reset, seed=seed)
 
     def step(self, action):
-        observation, reward, _, _, info = self.call(self.env.step, action)
-        info = {key: info[key] for key in info if key == "success"}
+        return self.call(self._step, action)
+
+    def _step(self, action):
+        observation, reward, _, _, info = self.env.step(action)
+        success = info.get("success", info.get("is_success"))
+        info = {} if success is None else {"success": success}
         state = state_of(self)
         if state is not None:
             info["states"] = state
@@ -333,7 +339,7 @@ class Actor(nn.Module):
         low, high = torch.from_numpy(bounds).flatten(1)
         self.register_buffer("action_scale", (high - low) / 2)
         self.register_buffer("action_bias", (high + low) / 2)
-        self.action_shape = action_space.shape
+        self.action_space = action_space
 
     def forward(self, observations):
         """[B, O] -> mean [B, A] and log standard deviation [B, A] before squashing."""
@@ -356,7 +362,8 @@ class Actor(nn.Module):
     def to_env(self, actions):
         """Actions [N, A] in [-1, 1] -> array [N, *action shape] in the environment's units."""
         actions = actions * self.action_scale + self.action_bias
-        return actions.cpu().numpy().reshape(len(actions), *self.action_shape)
+        actions = actions.cpu().numpy().reshape(len(actions), *self.action_space.shape)
+        return np.clip(actions, self.action_space.low, self.action_space.high)  # float32 rounds
 
     @torch.no_grad()
     def best_actions(self, observations):
@@ -538,7 +545,7 @@ if __name__ == "__main__":
     sizes = rollouts, T, N, observation_dim, action_dim
     buffer = ReplayBuffer(*sizes, device, args.gamma, args.n_step)
     saved = learner | {"replay": buffer}
-    run.restore(saved, pool.look)  # with --resume
+    run.restore(saved, pool.look if use_clip else "")  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout): a resumed run continues as the
@@ -619,13 +626,13 @@ if __name__ == "__main__":
         run.log(scalars)
 
         # 5. Save
+        if run.due(args.checkpoint_freq, run.step - T * N, run.step):
+            run.save(saved)
         if pictured and film:
             frames = np.stack([states[0] for states in pictured])  # the first environment's episode
             if drawn_from == "states":
                 frames = pool.render(frames, size=max(240, args.frame_size))
-            run.video(frames, envs.metadata.get("render_fps", 30))
-        if run.due(args.checkpoint_freq, run.step - T * N, run.step):
-            run.save(saved)
+            run.video(frames, envs.metadata.get("render_fps"))
 
     run.save(saved)  # a stopped run, too
     envs.close()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import gymnasium as gym
@@ -24,7 +25,8 @@ import clip_reward
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError
-from training.run import latest_run, load_args, parse_args, run_folder
+from training.run import Run, latest_run, load_args, parse_args, run_folder
+from training.workers import STOP_SIGNALS
 
 UPRIGHT = "pole vertically upright on top of the cart"
 SMALL = [
@@ -57,6 +59,104 @@ def finished(request, tmp_path_factory):
 # ------------------------------------------------------------------------------ a run
 
 
+def test_one_lucky_rollout_among_the_first_is_no_bar_for_best(tmp_path, monkeypatch):
+    """best.pt holds the newest networks until it has five rollouts to take a mean of."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    run = Run(sac.Args(reward="ground-truth", runs_dir=str(tmp_path)))
+    network, kept = torch.nn.Linear(1, 1, bias=False), []
+    for step, reward in enumerate([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 7.0]):
+        run.step = step
+        network.weight.data.fill_(step)
+        run.keep_best(reward, actor=network)
+        best = checkpoint(run.folder, "best")
+        assert best["actor"]["weight"] == best["global_step"]
+        kept.append((best["global_step"], round(best["reward"], 3), best["rollouts"]))
+    run.writer.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    full = (4, 2.6, 5)  # the mean of 9, 1, 1, 1, 1; later 1, 1, 1, 1, 7 is 2.2
+    first = [(0, 9.0, 1), (1, 5.0, 2), (2, 3.667, 3), (3, 3.0, 4)]
+    assert kept == [*first, full, full, full, full]
+
+
+@pytest.mark.slow
+def test_pictures_that_reward_nothing_do_not_bind_a_resumed_run(tmp_path):
+    """Ground truth: videos may begin or end when it is resumed."""
+    words = [sac.__file__, *CHEETAH[sac], *TRUTH, "--runs-dir", tmp_path]
+    run(*words, "--total-timesteps", 24)
+    folder = only_run(tmp_path)
+    more = ["--resume", folder, "--video-freq", 24, "--total-timesteps"]
+    run(sac.__file__, *more, 48)
+    assert [path.name for path in (folder / "videos").glob("*.mp4")] == ["step_48.mp4"]
+    more[3] = 0
+    run(sac.__file__, *more, 72)
+    assert checkpoint(folder)["global_step"] == 72
+
+
+OWN_PICTURES = """
+import gymnasium as gym
+import numpy as np
+
+
+class Lost(Exception):
+    def __init__(self, context, why):
+        super().__init__("the context is lost")
+
+    def __reduce__(self):
+        raise TypeError("it cannot be pickled")
+
+
+class Task(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Box(np.float32([-0.3, 0.1]), np.float32([0.7, 1.3]))
+    metadata = {"render_modes": ["rgb_array"], "render_fps": None}
+    pictures = 0
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        done = bool(action[0] > 0)
+        return np.float32(action) / 2, 0.0, False, False, {"is_success": done}
+
+    def render(self):
+        self.pictures += 1
+        if self.pictures == LAST:
+            raise Lost(1, 2)
+        return np.full((32, 48, 3), 99, np.uint8)
+
+
+gym.register("Task-v0", Task, disable_env_checker=True)
+"""
+
+
+@pytest.mark.parametrize("last", [None, 7])
+def test_a_task_with_pictures_of_its_own(last, tmp_path):
+    """Without a frame rate; its success; what its render() raises ends the run and is named."""
+    (tmp_path / "own_pictures.py").write_text(OWN_PICTURES.replace("LAST", str(last)))
+    words = ["--env-id", "own_pictures:Task-v0", *CLIP[sac], "--video-freq", 48]
+    words += ["--checkpoint-freq", 24, "--total-timesteps", 48, "--runs-dir", tmp_path / "runs"]
+    path = os.pathsep.join([str(tmp_path), helpers.environment()["PYTHONPATH"]])
+    process = run(sac.__file__, *words, code=1 if last else 0, PYTHONPATH=path)
+    folder = only_run(tmp_path / "runs")
+    if last:
+        *above, line = process.stderr.splitlines()
+        assert "raise Lost(1, 2)" in "".join(above)
+        cause = "error: the environment failed: own_pictures.Lost: the context is lost; saved: "
+        assert line.startswith(f"{cause}step_24.pt; resume with: python "), line
+        return
+    values, _ = scalars(folder)
+    assert len(values["charts/success_rate"]) == 2
+    assert (folder / "videos/step_48.mp4").stat().st_size
+
+
 def test_a_run_leaves_everything_that_is_promised(finished):
     script, folder, process = finished
     upright = "pole_vertically_upright_on_top_of_the_ca"  # forty letters
@@ -82,7 +182,7 @@ def test_a_run_leaves_everything_that_is_promised(finished):
     kept = {path.name for path in (folder / "checkpoints").iterdir()}
     assert kept == {"best.pt", "step_48.pt", "step_96.pt"}
     network = "actor" if script is sac else "q_network"
-    assert checkpoint(folder, "best").keys() == {network, "global_step", "reward"}
+    assert checkpoint(folder, "best").keys() == {network, "global_step", "reward", "rollouts"}
     last, best = checkpoint(folder), checkpoint(folder, "best")
     assert last["global_step"] == 96 and last["rollout"] == 4
     assert last[network].keys() == best[network].keys() and equal(last["best"], best)

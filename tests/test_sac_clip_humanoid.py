@@ -227,6 +227,10 @@ def test_log_density_of_the_squashed_gaussian():
     torch.testing.assert_close(log_density.double(), expected.sum(1), atol=1e-2, rtol=1e-3)
     scaled = actor.to_env(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
     np.testing.assert_allclose(scaled, [[-2.0, 0.0], [2.0, 1.0]])
+    low = np.random.default_rng(1).normal(size=300).astype(np.float32)
+    space = gym.spaces.Box(low, low + np.float32(0.7))
+    ends = sac.Actor(observations.shape[1], space, sac.Args()).to_env(torch.ones(2, 300))
+    assert ends.dtype == np.float32 and all(map(space.contains, ends)), "float32 rounds"
     best = actor.best_actions(observations.numpy())  # the mean, in the environment's units
     expected = mean.tanh().detach().numpy() * [2.0, 0.5] + [0.0, 0.5]
     np.testing.assert_allclose(best, expected, atol=1e-5)

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import zipfile
 from pathlib import Path
 from typing import Annotated
@@ -337,8 +338,12 @@ class Run:
         except ImportError as error:
             raise UsageError('--track needs Weights & Biases: pip install ".[track]"') from error
         names = {"name": self.folder.name, "id": self.folder.name, "dir": self.folder}
-        # "allow": a resumed run continues its curve
-        wandb.init(sync_tensorboard=True, config=vars(self.args), resume="allow", **names)
+        try:  # "allow": a resumed run continues its curve
+            wandb.init(sync_tensorboard=True, config=vars(self.args), resume="allow", **names)
+        except wandb.errors.Error as error:  # no key, no network
+            problem = f"--track: {first_line(error)}"
+            way = "log in with `wandb login`, or set WANDB_MODE=offline"
+            raise UsageError(f"{problem}; {way}") from error
 
     def restore(self, parts, look=""):
         """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint;
@@ -414,12 +419,14 @@ class Run:
 
     def keep_best(self, reward, **networks):
         """Save checkpoints/best.pt: the networks after the BEST_WINDOW rollouts in a row with the
-        highest mean reward so far."""
+        highest mean reward so far. Until there are so many it holds the newest networks: the mean
+        of fewer, which may be lucky, is no bar for later ones."""
         self.recent = [*self.recent, float(reward)][-BEST_WINDOW:]
-        mean = sum(self.recent) / len(self.recent)
-        if not self.best or mean >= self.best["reward"]:
+        count, mean = len(self.recent), sum(self.recent) / len(self.recent)
+        if not self.best or count > self.best.get("rollouts", count) or mean >= self.best["reward"]:
             state = {name: network.state_dict() for name, network in networks.items()}
-            self.best = copy.deepcopy(state) | {"global_step": self.step, "reward": mean}
+            about = {"global_step": self.step, "reward": mean, "rollouts": count}
+            self.best = copy.deepcopy(state) | about
             write(self.folder / "checkpoints/best.pt", self.best)
 
     def save(self, parts):
@@ -438,8 +445,8 @@ class Run:
 
     def video(self, frames, fps):
         """Write frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, five moments of it as .png, and a
-        small GIF for TensorBoard."""
-        path = self.folder / f"videos/step_{self.step}.mp4"
+        small GIF for TensorBoard; 30 frames a second if `fps` is None. What fails is a warning."""
+        path, fps = self.folder / f"videos/step_{self.step}.mp4", fps or 30
         try:
             egl_render.write_video(path, frames, fps)
             moments = frames[np.linspace(0, len(frames) - 1, 5).astype(int)]
@@ -447,7 +454,7 @@ class Run:
             thin = -(-frames.shape[1] // 400)
             gif = frames[:, ::thin, ::thin]
             egl_render.add_video(self.writer, "videos/rollout", gif, self.step, fps)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # whatever an encoder raises
             warn(f"{path} could not be written: {first_line(error)}; the run continues without it")
 
     def _stop(self, number, _):
@@ -468,7 +475,8 @@ class Run:
         known = issubclass(kind, (UsageError, RunError))
         if not known:
             sys.__excepthook__(kind, error, trace)
-        cause = str(error) if known else f"{kind.__name__}: {first_line(error)}"
+        lines = traceback.format_exception_only(kind, error)[-1].strip().splitlines()
+        cause = str(error) if known else lines[-1]  # what an environment raised ends with its cause
         print(f"error: {cause}; {self._how_to_resume()}", file=sys.stderr)
         sys.exit(2 if issubclass(kind, UsageError) else 1)
 
