@@ -287,7 +287,7 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
     updates = torch.zeros((), dtype=torch.int64)
     saved = learner | {"replay": buffer, "updates": updates}
-    run.restore(saved, pool.look if use_clip else "")  # with --resume
+    run.restore(saved, pool.look)  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout): a resumed run continues as the

@@ -545,7 +545,7 @@ if __name__ == "__main__":
     sizes = rollouts, T, N, observation_dim, action_dim
     buffer = ReplayBuffer(*sizes, device, args.gamma, args.n_step)
     saved = learner | {"replay": buffer}
-    run.restore(saved, pool.look if use_clip else "")  # with --resume
+    run.restore(saved, pool.look)  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
         # All randomness follows from (seed, number of the rollout): a resumed run continues as the

@@ -140,7 +140,7 @@ def run_asleep(scorer_ms, draw_ms):
 @torch.inference_mode()
 def clip_alone(args, batches):
     """Measure CLIP alone on the first reward device -> {batch size: frames/s}."""
-    device, size, speeds = args.devices()[0], args.render_size, {}
+    device, size, speeds = args.devices()[0], args.frame_size, {}
     names = {"reward": clip_reward.make_clip_reward(args, device)}
     for batch in batches or (args.clip_batch_size,):
         shape = (batch, size, size, 3)
@@ -200,9 +200,8 @@ def whole_run(command, args, rollouts):
     for stage, values in seconds.items():
         (count, unit), median = stages.get(stage, stages["physics"]), max(np.median(values), 1e-9)
         result[stage] = {"seconds_per_rollout": median, unit: count / median}
-        if stage == "end to end":
-            result[stage]["frames/s"] = frames / median
         print(f"{stage:>13} {median:>10.3f} {count / median:>9.4g}   {unit}")
+    result["end to end"]["frames/s"] = frames / result["end to end"]["seconds_per_rollout"]
     return result
 
 

@@ -543,8 +543,7 @@ def test_a_scorer_draws_and_scores():
 
 
 def test_several_views_are_drawn_side_by_side():
-    args = sac.Args(camera_azimuth=(180.0,))
-    args.camera_azimuth = (180.0, 90.0)
+    args = sac.Args(camera_azimuth=(180.0, 90.0))
     scorer = Scorer(functools.partial(sac.make_renderer, args), None)
     states = helpers.humanoid_states(2)
     both = scorer.render(states, size=32)

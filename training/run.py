@@ -349,7 +349,7 @@ class Run:
         """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint;
         of another run's checkpoint only the modules. Optimiser settings (lr, fused, capturable) are
         not restored: they come from this run. `look` says how pictures are drawn; raises UsageError
-        if they were drawn otherwise."""
+        if they were drawn otherwise and are the reward."""
         self.look = look
         restored, self.restored = self.restored, {}  # it keeps the file mapped
         if not restored:
@@ -357,7 +357,7 @@ class Run:
         if not self.resumed:
             module = torch.nn.Module
             parts = {name: part for name, part in parts.items() if isinstance(part, module)}
-        elif look != restored.get("look", look):
+        elif self.args.reward == "clip" and look != restored.get("look", look):
             were = f"the run's pictures were drawn by {restored['look']}, these by {look}"
             raise UsageError(f"{were}: choose with --renderer")
         try:
