@@ -20,6 +20,7 @@ import os
 import re
 import tempfile
 import time
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
@@ -57,6 +58,11 @@ class RunError(RuntimeError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its repr if it has none."""
     return next(iter(str(error).splitlines()), "")[:200] or repr(error)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and message in one line."""
+    return " ".join(traceback.format_exception_only(error)[-1].split())
 
 
 # ------------------------------------------------------------------------------ flags
@@ -125,8 +131,6 @@ class RewardArgs:
     """devices that draw and score, one worker each; name one twice for two workers. Default: every
     CUDA device, else one "cpu" per core, at most four. ray: every GPU of a Ray cluster (its CPUs if
     it has none), ray:N: N of them"""
-    worker_timeout: Annotated[int, Interval(ge=1, lt=2**31)] = 600
-    """seconds without an answer after which a worker is replaced (at least 600 while it loads)"""
     compile: bool = False
     """compile the updates, on a GPU into one CUDA graph, and CLIP's image tower (takes minutes)"""
     allow_slow: bool = False
@@ -175,7 +179,7 @@ class RewardArgs:
         if str(device) == "cpu" and not folder and not self.allow_slow:
             raise UsageError(
                 f"--clip-model {self.clip_model} needs a CUDA GPU, and there is none that works; "
-                "nothing was downloaded.\nUse the small embedded model, --clip-model tiny_clip, or "
+                "nothing was downloaded. Use the small embedded model, --clip-model tiny_clip, or "
                 "wait for days with --allow-slow"
             )
 

@@ -53,7 +53,7 @@ from pydantic.dataclasses import dataclass
 from clip_reward import UsageError
 from environments import classic, judges
 from training.run import Run, RunArgs, parse_args, say
-from training.workers import Pool
+from training.workers import make_pool
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 
@@ -224,7 +224,7 @@ def update(batch, q_network, target_network, optimizer, args: Args):
     loss.backward()
     nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
     optimizer.step()
-    return torch.stack([loss.detach(), values.detach().mean()])
+    return {"td_loss": loss.detach(), "q_values": values.detach().mean()}
 
 
 def make_learner(args: Args, observation_dim, action_space, device):
@@ -251,7 +251,8 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
-    use_clip, T, N = args.reward == "clip", args.episode_length, args.num_envs
+    T, N = args.episode_length, args.num_envs
+    use_clip = args.reward == "clip"
     scored = clip_reward.scored_steps(T, args.score_every)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
@@ -268,14 +269,14 @@ if __name__ == "__main__":
         args.judge, args.env_id, args.target_prompt, np.zeros(observation_dim)
     )
     score = functools.partial(clip_reward.make_clip_reward, args) if use_clip else None
-    devices = args.devices() if use_clip else ["cpu"] * bool(args.video_freq)
-    chunk, timeout = args.clip_batch_size, args.worker_timeout
-    pool = Pool(functools.partial(make_renderer, args), score, devices, chunk, timeout)
+    devices = args.devices() if use_clip else ["cpu"] if args.video_freq else []
+    draw = functools.partial(make_renderer, args)
+    pool = make_pool(draw, score, devices, args.clip_batch_size)
     say(*pool.wait_ready())
     run = Run(args)
 
     learner = make_learner(args, observation_dim, envs.single_action_space, device)
-    q_network, target_network, optimizer = learner.values()
+    q_network, target_network = learner["q_network"], learner["target_network"]
     params, target_params = list(q_network.parameters()), list(target_network.parameters())
     learn = functools.partial(update, **learner, args=args)
     if args.compile:
@@ -335,6 +336,7 @@ if __name__ == "__main__":
         )
         if use_clip:
             rewards = clip_reward.interpolate(rewards, scored)
+        run.to_save = {}  # a failure from here to the end of the rollout saves nothing
         columns = (observations[:-1], observations[1:], actions, rewards, terminations)
         buffer.add(*(column[valid] for column in columns))
         steps = int(valid.sum())
@@ -347,7 +349,7 @@ if __name__ == "__main__":
         t3 = time.perf_counter()
         if args.anneal_lr:
             lr = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.step)
-            optimizer.param_groups[0]["lr"].fill_(lr)
+            learner["optimizer"].param_groups[0]["lr"].fill_(lr)
         due = math.ceil(args.gradient_steps * steps / (T * N))
         losses = []
         for _ in range(due if run.step >= args.learning_starts else 0):
@@ -356,24 +358,27 @@ if __name__ == "__main__":
             if updates % args.target_network_frequency == 0:
                 with torch.no_grad():
                     torch._foreach_lerp_(target_params, params, args.tau)
-        means = torch.stack(losses).mean(0).tolist() if losses else []  # waits for the GPU, once
+        means = {}
+        for name in losses[0] if losses else ():
+            means[f"losses/{name}"] = torch.stack([x[name] for x in losses]).mean().item()
         t4 = time.perf_counter()
 
         # 4. Log
-        success = judge(states) if judge else infos.get("success")
+        success = judge(states[:, :8]) if judge else infos.get("success")  # it takes time, too
         scalars = {"charts/clip_reward": rewards.mean()} if use_clip else {}
         if success is not None:
             scalars["charts/success_rate"] = np.mean(success)
         scalars |= {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}
         scalars["charts/epsilon"] = epsilon if learned else 1.0
-        scalars |= dict(zip(("losses/td_loss", "losses/q_values"), means, strict=False))
+        scalars |= means
         scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
+        scalars["time/judge_s"] = time.perf_counter() - t4
         if use_clip:
             scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
             scalars["charts/clip_pictures"] = run.rollout * len(scored) * N
             scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
-            scalars["charts/worker_restarts"] = pool.restarts
         run.log(scalars)
+        run.to_save = saved
 
         # 5. Save
         if run.due(args.checkpoint_freq, run.step - steps, run.step):

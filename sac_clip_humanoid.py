@@ -32,7 +32,6 @@ import multiprocessing
 import os
 import signal
 import time
-import traceback
 from typing import Annotated
 
 if __name__ == "__main__":
@@ -54,8 +53,8 @@ from pydantic.dataclasses import dataclass
 import egl_render
 from clip_reward import UsageError
 from environments import classic, judges
-from training.run import Run, RunArgs, parse_args, say
-from training.workers import Pool, stop_signals_blocked
+from training.run import Run, RunArgs, children, parse_args, say, stop_signals_blocked
+from training.workers import TIMEOUT, failure, make_pool
 from warp_render import WarpRenderer
 
 LearningRate = Annotated[float, Interval(gt=0, le=1)]
@@ -63,6 +62,9 @@ LearningRate = Annotated[float, Interval(gt=0, le=1)]
 
 @dataclass(config={"extra": "forbid"})
 class Args(RunArgs):
+    """Flags of SAC. Those of every run are in training/run.py, of the reward in clip_reward.py, of
+    the pictures in egl_render.py; --help shows them all."""
+
     env_id: str = "Humanoid-v5"
     """Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers it.
     MuJoCo tasks are drawn from their states, others by their own render()"""
@@ -148,18 +150,18 @@ def describe_env(env_id: str):
 
 def check_args(args: Args) -> None:
     """Raise UsageError, one line that says what is wrong, before anything slow starts."""
-    rollout, no_state = args.num_envs * args.episode_length, describe_env(args.env_id) is None
-    no_camera = no_state or args.env_id == MOUNTAIN_CAR
-    late = args.learning_starts > max(rollout, args.total_timesteps)
-    problems = {
-        f"--n-step {args.n_step} is longer than an episode": args.n_step > args.episode_length,
-        f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
-        f"--learning-starts {args.learning_starts} is beyond --total-timesteps": late,
-        f"--judge: {args.env_id} has no states to judge": args.judge and no_state,
-        f"--camera-azimuth: {args.env_id} has no camera": args.camera_azimuth and no_camera,
-    }
-    for problem in filter(problems.get, problems):
-        raise UsageError(problem)
+    rollout = args.num_envs * args.episode_length
+    state = describe_env(args.env_id)
+    if args.n_step > args.episode_length:
+        raise UsageError(f"--n-step {args.n_step} is longer than an episode")
+    if args.buffer_size < rollout:
+        raise UsageError(f"--buffer-size is smaller than a rollout, {rollout}")
+    if args.learning_starts > max(rollout, args.total_timesteps):
+        raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
+    if args.judge and state is None:
+        raise UsageError(f"--judge: {args.env_id} has no states to judge")
+    if args.camera_azimuth and (state is None or args.env_id == MOUNTAIN_CAR):
+        raise UsageError(f"--camera-azimuth: {args.env_id} has no camera")
     args.check_reward()
 
 
@@ -172,18 +174,19 @@ class EndlessEpisodes(gym.Wrapper):
 
     def __init__(self, env, frame_size, rendered, filmed):
         super().__init__(env)
-        self.frame_size, self.rendered, self.filmed = frame_size, rendered, filmed
+        self.frame_size = frame_size
+        self.rendered = rendered
+        self.filmed = filmed
 
     def call(self, method, *args, **kwargs):
         try:
             return method(*args, **kwargs)
         except Exception as error:  # one that cannot be pickled would make Gymnasium wait forever
-            cause = " ".join(traceback.format_exception_only(error)[-1].split())
-            text = f"{traceback.format_exc()}the environment failed: {cause}"
-            raise RuntimeError(text) from None
+            raise failure("environment", error) from None
 
     def reset(self, *, seed=None, options=None):
-        self.t, self.film = 0, self.filmed and options["film"]
+        self.t = 0
+        self.film = self.filmed and options["film"]
         return self.call(self.env.reset, seed=seed)
 
     def step(self, action):
@@ -256,8 +259,9 @@ def make_vector_env(args: Args):
     with stop_signals_blocked():
         modes |= {"context": "forkserver", "worker": environment_process, "copy": False}
         envs = gym.vector.AsyncVectorEnv(thunks, **modes)
-    envs.reset_wait = functools.partial(envs.reset_wait, timeout=args.worker_timeout)
-    envs.step_wait = functools.partial(envs.step_wait, timeout=args.worker_timeout)
+    children.extend(envs.processes)
+    envs.reset_wait = functools.partial(envs.reset_wait, timeout=TIMEOUT)
+    envs.step_wait = functools.partial(envs.step_wait, timeout=TIMEOUT)
     return envs
 
 
@@ -270,10 +274,10 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
     env = gym.make(args.env_id).unwrapped
     model = egl_render.textured_model(env.fullpath) if args.textured else env.model
     camera = egl_render.choose_camera(args, env)
-    look = model, size or args.frame_size, camera
+    size = size or args.frame_size
     if egl_render.draws_by_warp(args):
-        return WarpRenderer(*look, device)
-    return egl_render.MujocoRenderer(*look)
+        return WarpRenderer(model, size, camera, device)
+    return egl_render.MujocoRenderer(model, size, camera)
 
 
 class RunningNorm(nn.Module):
@@ -305,7 +309,10 @@ HIDDEN = 256  # width of the two hidden layers of actor and critics
 def mlp(inputs: int, outputs: int, layer_norm: bool = False) -> nn.Sequential:
     layers = []
     for width in (inputs, HIDDEN):
-        layers += [nn.Linear(width, HIDDEN), *([nn.LayerNorm(HIDDEN)] * layer_norm), nn.ReLU()]
+        layers.append(nn.Linear(width, HIDDEN))
+        if layer_norm:
+            layers.append(nn.LayerNorm(HIDDEN))
+        layers.append(nn.ReLU())
     return nn.Sequential(*layers, nn.Linear(HIDDEN, outputs))
 
 
@@ -336,7 +343,7 @@ class Actor(nn.Module):
         self.normalize = RunningNorm(observation_dim) if normalize else nn.Identity()
         self.net = mlp(observation_dim, 2 * math.prod(action_space.shape))
         bounds = np.stack([action_space.low, action_space.high]).astype(np.float32)
-        low, high = torch.from_numpy(bounds).flatten(1)
+        low, high = torch.from_numpy(bounds).reshape(2, -1)
         self.register_buffer("action_scale", (high - low) / 2)
         self.register_buffer("action_bias", (high + low) / 2)
         self.action_space = action_space
@@ -390,7 +397,9 @@ class ReplayBuffer:
     observation is the following row: T + 1 rows for T steps, half the memory of storing both."""
 
     def __init__(self, rollouts, T, N, observation_dim, action_dim, device, gamma=0.95, n_step=1):
-        self.gamma, self.n_step, self.count = gamma, n_step, 0  # count: rollouts ever added
+        self.gamma = gamma
+        self.n_step = n_step
+        self.count = 0  # rollouts ever added
         self.observations = torch.empty(rollouts, T + 1, N, observation_dim, device=device)
         self.actions = torch.empty(rollouts, T, N, action_dim, device=device)
         self.rewards = torch.empty(rollouts, T, N, device=device)
@@ -428,7 +437,7 @@ class ReplayBuffer:
 
 
 def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
-    """One step on the soft Bellman error -> losses [2], mean values [2]."""
+    """One step on the soft Bellman error -> {name: scalar [] to log}."""
     observations, next_observations, actions, rewards = batch
     with torch.no_grad():
         next_actions, next_log_density = actor.sample(next_observations)
@@ -441,20 +450,33 @@ def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
     optimizer.zero_grad()
     losses.sum().backward()
     optimizer.step()
-    return losses.detach(), values.detach().mean(1)
+    qf1_loss, qf2_loss = losses.detach()
+    qf1_values, qf2_values = values.detach().mean(1)
+    return {
+        "qf1_loss": qf1_loss,
+        "qf2_loss": qf2_loss,
+        "qf1_values": qf1_values,
+        "qf2_values": qf2_values,
+    }
 
 
 def update_actor(observations, actor, critic, optimizer, alpha):
-    """One step up the soft value of the policy's own actions -> loss [], log densities [B]."""
+    """One step up the soft value of the policy's own actions -> {name: scalar [] to log}."""
     actions, log_density = actor.sample(observations)
     loss = (alpha * log_density - critic(observations, actions).amin(0)).mean()
     optimizer.zero_grad()
     loss.backward(inputs=list(actor.parameters()))  # no gradients of the critics' weights
     optimizer.step()
-    return loss.detach(), log_density.detach()
+    return {"actor_loss": loss.detach(), "entropy": -log_density.detach().mean()}
 
 
-LOSSES = "qf1_loss qf2_loss qf1_values qf2_values actor_loss alpha_loss alpha entropy".split()
+def update_alpha(entropy, action_dim, log_alpha, optimizer):
+    """One step of the entropy coefficient towards a policy entropy of -dim(actions) -> {name:
+    scalar [] to log}."""
+    loss = log_alpha.detach().exp() * (entropy + action_dim)
+    log_alpha.grad = loss  # alpha = exp(log_alpha) is its own derivative
+    optimizer.step()
+    return {"alpha_loss": loss}
 
 
 def make_learner(args: Args, observation_dim, action_space, device):
@@ -481,30 +503,33 @@ def make_learner(args: Args, observation_dim, action_space, device):
 
 
 def update(batch, learner, args: Args):
-    """One step of critics, actor, entropy coefficient and target critics -> [8], see LOSSES."""
-    *networks, actor_optimizer, critic_optimizer, alpha_optimizer, log_alpha = learner.values()
-    actor, critic, target_critic = networks
+    """One step of critics, actor, entropy coefficient and target critics -> {name: scalar [] to
+    log}."""
+    actor = learner["actor"]
+    critic = learner["critic"]
+    target_critic = learner["target_critic"]
+    log_alpha = learner["log_alpha"]
+    observations, _, actions, _ = batch
     alpha = log_alpha.detach().exp()
-    qf_losses, qf_values = update_critic(
-        batch, actor, critic, target_critic, critic_optimizer, alpha, args.gamma**args.n_step
-    )
-    actor_loss, log_density = update_actor(batch[0], actor, critic, actor_optimizer, alpha)
-    entropy, target_entropy = -log_density.mean(), -batch[2].shape[1]
-    alpha_loss = alpha * (entropy - target_entropy)
+    gamma = args.gamma**args.n_step
+    optimizer = learner["critic_optimizer"]
+    scalars = update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma)
+    scalars |= update_actor(observations, actor, critic, learner["actor_optimizer"], alpha)
+    scalars["alpha"] = alpha
     if args.entropy_coef is None:
-        log_alpha.grad = alpha_loss  # alpha = exp(log_alpha) is its own derivative
-        alpha_optimizer.step()
+        optimizer = learner["alpha_optimizer"]
+        scalars |= update_alpha(scalars["entropy"], actions.shape[1], log_alpha, optimizer)
     with torch.no_grad():
         params, target_params = list(critic.parameters()), list(target_critic.parameters())
         torch._foreach_lerp_(target_params, params, args.tau)
-    scalars = torch.stack([actor_loss, alpha_loss, alpha, entropy])
-    return torch.cat([qf_losses, qf_values, scalars])
+    return scalars
 
 
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     check_args(args)
-    T, N, use_clip = args.episode_length, args.num_envs, args.reward == "clip"
+    T, N = args.episode_length, args.num_envs
+    use_clip = args.reward == "clip"
     scored = clip_reward.scored_steps(T, args.score_every)
     state = describe_env(args.env_id)
     drawn_from = "frames" if state is None else "states"  # of `infos`
@@ -523,8 +548,8 @@ if __name__ == "__main__":
     score = functools.partial(clip_reward.make_clip_reward, args) if use_clip else None
     devices = args.devices() if use_clip else args.devices()[:1]
     chunk = max(1, args.clip_batch_size // args.views)  # states
-    drawn = use_clip or (draw and args.video_freq)
-    pool = Pool(draw, score, devices if drawn else [], chunk, args.worker_timeout)
+    needed = use_clip or (draw and args.video_freq)
+    pool = make_pool(draw, score, devices if needed else [], chunk)
     envs = make_vector_env(args)
     say(*pool.wait_ready())
     run = Run(args)
@@ -558,7 +583,8 @@ if __name__ == "__main__":
         film = run.due(args.video_freq, run.step, run.step + T * N)
         observations = np.empty((T + 1, N, observation_dim), np.float32)
         actions = np.empty((T, N, action_dim), np.float32)
-        env_rewards, pictured = np.empty((T, N)), []
+        env_rewards = np.empty((T, N))
+        pictured = []  # what pictures are drawn from, at every step
 
         # 1. Play one episode of every environment: physics only. The workers draw and score some of
         # its states meanwhile, and the policy acts on the CPU: on a GPU it would queue behind CLIP.
@@ -593,6 +619,7 @@ if __name__ == "__main__":
         )
         if use_clip:
             rewards = clip_reward.interpolate(rewards, scored)
+        run.to_save = {}  # a failure from here to the end of the rollout saves nothing
         buffer.add(observations, actions, rewards)
         run.step += T * N
         run.rollout += 1
@@ -606,24 +633,27 @@ if __name__ == "__main__":
         losses = []
         for _ in range(args.gradient_steps if run.step >= args.learning_starts else 0):
             losses.append(learn(buffer.sample(args.batch_size)))
-        means = torch.stack(losses).mean(0).tolist() if losses else []  # waits for the GPU, once
+        means = {}
+        for name in losses[0] if losses else ():
+            means[f"losses/{name}"] = torch.stack([x[name] for x in losses]).mean().item()
         t4 = time.perf_counter()
 
         # 4. Log
         scalars = {"charts/clip_reward": rewards.mean()} if use_clip else {}
         if judge:
-            success = judge(np.stack(pictured))
+            success = judge(np.stack(pictured)[:, :8])  # of eight episodes: it takes time, too
         if success is not None:
             scalars["charts/success_rate"] = np.mean(success)
         scalars |= {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}
-        scalars |= {f"losses/{name}": value for name, value in zip(LOSSES, means, strict=False)}
+        scalars |= means
         scalars |= {"time/physics_s": t1 - t0, "time/wait_s": t2 - t1, "time/update_s": t4 - t3}
+        scalars["time/judge_s"] = time.perf_counter() - t4
         if use_clip:
             scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
             scalars["charts/clip_pictures"] = run.rollout * len(scored) * N * args.views
             scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
-            scalars["charts/worker_restarts"] = pool.restarts
         run.log(scalars)
+        run.to_save = saved
 
         # 5. Save
         if run.due(args.checkpoint_freq, run.step - T * N, run.step):

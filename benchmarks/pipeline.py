@@ -156,7 +156,7 @@ def clip_alone(args, batches):
 
 def pool_alone(make_renderer, make_reward, devices, batch_size, states):
     """Measure a pool that gets all `states` at once -> frames/s."""
-    pool = training.workers.Pool(make_renderer, make_reward, devices, batch_size)
+    pool = training.workers.make_pool(make_renderer, make_reward, devices, batch_size)
     print(*pool.wait_ready(), sep="\n")
     pool.score(states[: 2 * batch_size * len(devices)])
     start = time.perf_counter()

@@ -95,7 +95,7 @@ def make_train(algorithm, device, row):
     def train(updates):
         for _ in range(updates):
             result = update(buffer.sample(batch_size))
-        result.sum().item()  # waits for the GPU, once
+        sum(result.values()).item()  # waits for the GPU, once
 
     return train
 

@@ -27,7 +27,6 @@ class Rewards(clip_reward.RewardArgs):
     reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
     reward_head: tyro.conf.Suppress[str] = ""
     reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()  # the first GPU, or the CPU
-    worker_timeout: tyro.conf.Suppress[int] = 600
     score_every: tyro.conf.Suppress[int] = 1
     reward_alpha: Alphas = (0.0, 0.25, 0.5, 0.75, 1.0)
     """strengths of goal-baseline regularisation to compare"""
@@ -75,7 +74,6 @@ class HeadModel(clip_reward.RewardArgs):
     reward_head: tyro.conf.Suppress[str] = ""
     reward_alpha: tyro.conf.Suppress[float] = 0.0
     reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()
-    worker_timeout: tyro.conf.Suppress[int] = 600
     score_every: tyro.conf.Suppress[int] = 1
     compile: tyro.conf.Suppress[bool] = False
 

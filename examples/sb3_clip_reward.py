@@ -29,7 +29,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper
 
 from environments.classic import CartPoleTask, ClassicRenderer
-from training.workers import Pool
+from training.workers import make_pool
 
 EPISODE = 200
 PROMPT = "pole vertically upright on top of the cart"
@@ -83,7 +83,7 @@ def train(seed, steps, num_envs=4):
     """Return a model, and the share of 100 episodes in which the pole never fell."""
     args = clip_reward.RewardArgs(target_prompt=(PROMPT,), clip_model="local-dir:tiny_clip")
     make_reward = functools.partial(clip_reward.make_clip_reward, args)
-    pool = Pool(make_renderer, make_reward, args.devices())
+    pool = make_pool(make_renderer, make_reward, args.devices())
     envs = CLIPVecEnv(DummyVecEnv([make_env] * num_envs), pool)
     model = sb3.DQN(
         *("MlpPolicy", envs),

@@ -27,7 +27,7 @@ import tyro
 from training.run import checkpoints
 
 COMMON = f"""--num-envs 2 --episode-length 12 --render-size 64 --batch-size 16
-    --gradient-steps 6 --learning-starts 24 --checkpoint-freq 48 --video-freq 96 --worker-timeout 5
+    --gradient-steps 6 --learning-starts 24 --checkpoint-freq 48 --video-freq 96
     --clip-batch-size 8 --clip-model {helpers.TINY} --reward-devices cpu cpu""".split()
 SCRIPTS = {  # HalfCheetah's environments are processes
     "sac": ["sac_clip_humanoid.py", "--env-id", "HalfCheetah-v5", "--target-prompt", "a robot"],
@@ -48,7 +48,7 @@ runpy.run_path(sys.argv[0], None, "__main__")
 """
 
 
-KINDS = "kill term int hup start rename full cut workers environment".split()
+KINDS = "kill term int hup start rename full cut worker environment".split()
 SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
 
 
@@ -122,15 +122,11 @@ class Chaos:
                 os.killpg(process.pid, SIGNALS[kind])
             elif kind == "full":
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (9000, 9000))
-            elif kind == "workers":  # both: the second loss ends it
-                for pid in workers:
-                    os.kill(pid, self.random.choice([signal.SIGKILL, signal.SIGSTOP]))
-                self.rollouts(process, lines, 99)
+            elif kind == "worker":  # its loss ends the run
+                os.kill(self.random.choice(workers), signal.SIGKILL)
             elif kind == "environment" and environments:
                 os.kill(environments[-1], signal.SIGKILL)
-            elif kind == "environment":  # DQN's are in the script's process: its workers stop, too
-                for pid in workers:
-                    os.kill(pid, signal.SIGSTOP)
+            elif kind == "environment":  # DQN's are in the script's process
                 process.kill()
         helpers.wait_until(lambda: process.poll() is not None, 60)
         assert process.poll() is not None, f"{kind}: it still runs\n{''.join(lines)}"

@@ -62,9 +62,13 @@ def make_nothing(device, error):
     raise error
 
 
-def make_slowly(device, seconds):
-    """A make_reward that takes so long."""
-    time.sleep(seconds)
+def first_is_slow(device, folder):
+    """A make_reward that takes ten seconds in one of the processes."""
+    try:
+        (folder / "slow").touch(exist_ok=False)
+        time.sleep(10)
+    except FileExistsError:
+        pass
     return MeanReward(device)
 
 

@@ -16,7 +16,7 @@ import clip_reward
 import sac_clip_humanoid as sac
 from clip_reward import RunError, UsageError
 from training import workers
-from training.workers import Pool
+from training.workers import make_pool
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 from ray.cluster_utils import Cluster
@@ -47,10 +47,10 @@ def cluster():
 
 
 @contextlib.contextmanager
-def slow_pool(devices, folder, **options):
+def slow_pool(devices, folder):
     """The reward of a state is its number; (process, state) are files in `folder`."""
     make_reward = functools.partial(MeanReward, delay=0.2, folder=folder)
-    pool = Pool(PaintRenderer, make_reward, devices, 2, **options)
+    pool = make_pool(PaintRenderer, make_reward, devices, 2)
     pool.wait_ready()
     try:
         yield pool
@@ -76,31 +76,31 @@ def all_at_work(pool, folder, count):
 
 
 @pytest.mark.slow
-def test_lost_actors_change_no_reward(cluster, tmp_path, capfd):
+def test_lost_actors_change_no_reward(cluster, tmp_path, capfd, monkeypatch):
     """Ray starts killed ones again, any number in a rollout; one that is stopped is killed."""
-    with slow_pool(["ray:2"], tmp_path, timeout=3) as pool:
+    monkeypatch.setattr(workers, "TIMEOUT", 10)
+    with slow_pool(["ray:2"], tmp_path) as pool:
         assert wait_until(lambda: all_at_work(pool, tmp_path, 2), 60)
         for count, number in ((2, signal.SIGKILL), (1, signal.SIGSTOP)):
-            before, victims = pool.restarts, sorted(at_work(tmp_path))[:count]
+            victims = sorted(at_work(tmp_path))[:count]
             states = np.arange(100, 160.0)
             pool.put(states[:, None])
             for victim in victims:
                 assert wait_until(lambda: any(tmp_path.glob(f"{victim}_1??")))  # noqa: B023
                 os.kill(victim, number)
             assert np.array_equal(pool.take(), states)
-            assert pool.restarts == before + count
-            assert "WARNING: Ray actor" in capfd.readouterr().err
-            assert wait_until(lambda: helpers.gone(victims), 10)  # noqa: B023
+            assert wait_until(lambda: helpers.gone(victims), 20)  # noqa: B023
+            assert capfd.readouterr().err.count("WARNING: a Ray actor is gone") == count
             assert wait_until(lambda: all_at_work(pool, tmp_path, 2), 60)
 
 
 def test_what_an_actor_raises_arrives(cluster):
-    pool = Pool(PaintRenderer, MeanReward, ["ray:1"])
+    pool = make_pool(PaintRenderer, MeanReward, ["ray:1"])
     with pytest.raises(RunError, match=r"(?s)helpers\.py.*cannot paint -1"):
         pool.score([[3.0], [-1.0]])
     pool.close()
     make_reward = functools.partial(helpers.make_nothing, error=UsageError("no weights"))
-    pool = Pool(PaintRenderer, make_reward, ["ray"])
+    pool = make_pool(PaintRenderer, make_reward, ["ray"])
     with pytest.raises(UsageError, match="^no weights$"):
         pool.wait_ready()
     pool.close()
@@ -109,10 +109,20 @@ def test_what_an_actor_raises_arrives(cluster):
 @pytest.mark.slow
 def test_actors_that_the_cluster_has_no_room_for_end_no_run(cluster, tmp_path, monkeypatch):
     """They may come with nodes that are still to be started: that takes longer than to load."""
-    with slow_pool(["ray:4"], tmp_path, timeout=2) as pool:
+    with slow_pool(["ray:4"], tmp_path) as pool:
         assert wait_until(lambda: all_at_work(pool, tmp_path, 2), 60)
-        monkeypatch.setattr(workers, "LOADING", 1)
-        assert score(pool, 60) and score(pool, 60) and pool.lost == 0
+        monkeypatch.setattr(workers, "TIMEOUT", 2)
+        assert score(pool, 60) and score(pool, 60)
+
+
+@pytest.mark.slow
+def test_a_cluster_without_room_ends_the_run_in_one_line(cluster, tmp_path, monkeypatch):
+    with slow_pool(["ray:2"], tmp_path) as pool:
+        assert wait_until(lambda: all_at_work(pool, tmp_path, 2), 60)
+        monkeypatch.setattr(workers, "TIMEOUT", 1)
+        problem = "^no answer from Ray's actors for 2 s; is there room for them in the cluster.$"
+        with pytest.raises(RunError, match=problem), slow_pool(["ray:1"], tmp_path):
+            pass
 
 
 @pytest.mark.slow
@@ -125,7 +135,6 @@ def test_a_node_may_go_and_another_come(tmp_path):
         assert wait_until(lambda: any(tmp_path.glob("*_10?")))
         cluster.remove_node(cluster.second, allow_graceful=False)
         assert np.array_equal(pool.take(), numbers)
-        assert pool.restarts == 1
         assert all_at_work(pool, tmp_path, 1)
         cluster.add_node(num_cpus=2)
         assert wait_until(lambda: all_at_work(pool, tmp_path, 3), 60)
@@ -162,8 +171,6 @@ def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, 
     assert process.wait() == 0
     local, ours = only_run(tmp_path / "local"), only_run(tmp_path / "ray")
     assert helpers.equal(helpers.checkpoint(local), helpers.checkpoint(ours))
-    restarts = [event.value for event in helpers.scalars(ours)[0]["charts/worker_restarts"]]
-    assert (restarts[0], restarts[-1], len(restarts)) == (0, 1, 60)
     assert len(list((ours / "videos").glob("*.mp4"))) == 2
 
 
@@ -174,12 +181,12 @@ def test_actors_score_and_draw_as_processes_do_to_the_bit(cluster):
     make_reward = functools.partial(clip_reward.make_clip_reward, args)
     states, rewards, frames = helpers.humanoid_states(40), [], []
     for devices in ["cpu"], ["ray"]:
-        pool = Pool(make_renderer, make_reward, devices, 8)
+        pool = make_pool(make_renderer, make_reward, devices, 8)
         lines = pool.wait_ready()
         rewards.append(pool.score(states))
         frames.append(pool.render(states[:3], size=100))
         pool.close()
-    assert len(lines) == 2 and all(line.startswith("Ray actor ") for line in lines)
+    assert len(lines) == 2 and all(line.startswith("Ray actor: ") for line in lines)
     np.testing.assert_array_equal(*rewards)
     np.testing.assert_array_equal(*frames)
     assert rewards[0].std() > 1e-4
@@ -190,4 +197,4 @@ def test_without_ray_the_flag_says_what_to_install(monkeypatch):
     with pytest.raises(
         UsageError, match=r'^--reward-devices ray needs Ray: pip install "\.\[ray\]"$'
     ):
-        Pool(PaintRenderer, MeanReward, ["ray:2"])
+        make_pool(PaintRenderer, MeanReward, ["ray:2"])

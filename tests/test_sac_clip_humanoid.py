@@ -319,7 +319,7 @@ def test_the_actor_step_improves_the_actor_and_spares_the_critics():
     optimizer = torch.optim.Adam(actor.parameters(), lr=1e-2)
     before = {key: value.clone() for key, value in critic.state_dict().items()}
     losses = [
-        sac.update_actor(observations, actor, critic, optimizer, torch.tensor(0.01))[0]
+        sac.update_actor(observations, actor, critic, optimizer, torch.tensor(0.01))["actor_loss"]
         for _ in range(50)
     ]
     assert losses[-1] < losses[0] - 0.01

@@ -310,6 +310,7 @@ def test_a_run_that_lives_cannot_be_resumed(script, tmp_path):
 
 # ------------------------------------------------------------------------------ NaN
 
+IMPATIENT = "from training import workers; workers.TIMEOUT = 3"
 BROKEN = """
     import threading
     import time
@@ -371,10 +372,10 @@ def test_what_an_environment_may_do(step, reset, message, tmp_path):
     """Whatever it is, the run ends, says it, and leaves a good checkpoint and no process."""
     source = textwrap.dedent(BROKEN).replace("STEP", step).replace("RESET", reset)
     (tmp_path / "broken_task.py").write_text(source)
-    words = ["--env-id", "broken_task:Broken-v0", "--total-timesteps", 96, "--worker-timeout", 3]
+    words = ["--env-id", "broken_task:Broken-v0", "--total-timesteps", 96]
     path = os.pathsep.join([str(tmp_path), helpers.environment()["PYTHONPATH"]])
     command = [sac.__file__, *TRUTH, *words, "--runs-dir", tmp_path / "runs"]
-    with started(*command, PYTHONPATH=path) as process:
+    with started(*command, patch=IMPATIENT, PYTHONPATH=path) as process:
         reaches(process, 48)
         children = helpers.descendants(process.pid)
         _, printed = process.communicate(timeout=60)
@@ -607,28 +608,6 @@ def test_a_signal_during_the_start_is_quiet_and_leaves_no_folder(script, number,
             shutil.rmtree(path)
 
 
-def test_a_signal_waits_until_a_worker_has_been_started(tmp_path):
-    patch = """
-    import os, signal, threading, time
-    from multiprocessing import util
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # blocks no signal
-    spawn = util.spawnv_passfds
-
-    def spawn_and_stop(path, args, files):
-        pid = spawn(path, args, files)
-        if "spawn_main" in str(args):  # a worker, which waits for the rest of its orders
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
-        return pid
-
-    util.spawnv_passfds = spawn_and_stop
-    """
-    words = [dqn.__file__, *CLIP, *LONG, "--reward-devices", "cpu", "--runs-dir", tmp_path]
-    with started(*words, patch=patch) as process:
-        _, printed = process.communicate(timeout=60)
-    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and not printed
-
-
 def environments(pid):
     """Processes of environments, which the forkserver has started."""
     (server,) = [
@@ -645,8 +624,8 @@ STOPPED = pytest.param(signal.SIGSTOP, marks=pytest.mark.slow, id="stopped")
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, id="killed"), STOPPED])
 def test_an_environment_that_dies_or_stops_ends_the_run(number, tmp_path):
-    words = [sac.__file__, *CHEETAH[sac], *TRUTH, *LONG, "--worker-timeout", 3]
-    with started(*words, "--runs-dir", tmp_path) as process:
+    words = [sac.__file__, *CHEETAH[sac], *TRUTH, *LONG]
+    with started(*words, "--runs-dir", tmp_path, patch=IMPATIENT) as process:
         reaches(process, 48)
         children = helpers.descendants(process.pid)
         os.kill(environments(process.pid)[0], number)

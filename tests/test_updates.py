@@ -132,11 +132,12 @@ def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune, n_step):
         with torch.no_grad():
             for old, new in zip(flat(*targets), flat(*critics)):
                 old.copy_(0.9 * old + 0.1 * new)
-        expected = [*(x.item() for x in losses), *means, actor_loss.item(), alpha_loss.item()]
-        expected += [alpha, -density.mean().item()]
-        assert dict(zip(sac.LOSSES, result.tolist(), strict=True)) == pytest.approx(
-            dict(zip(sac.LOSSES, expected)), rel=1e-4, abs=1e-5
-        )
+        expected = {"qf1_loss": losses[0].item(), "qf2_loss": losses[1].item()}
+        expected |= {"qf1_values": means[0], "qf2_values": means[1]}
+        expected |= {"actor_loss": actor_loss.item(), "entropy": -density.mean().item()}
+        expected |= {"alpha": alpha} | ({"alpha_loss": alpha_loss.item()} if autotune else {})
+        logged = {name: value.item() for name, value in result.items()}
+        assert logged == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert_same(actor.net, policy)
     assert_same(learner["critic"].qf1, critics[0])
     assert_same(learner["critic"].qf2, critics[1])
@@ -178,8 +179,9 @@ def test_three_dqn_updates_are_those_of_the_paper(layer_norm, double):
         assert (error > 1).any() and (error < 1).any(), "both branches of Huber's loss"
         loss = torch.where(error < 1, 0.5 * error**2, error - 0.5).mean()
         adam.step(loss, max_norm)
-        expected = [loss.item(), values.mean().item()]
-        assert result.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        expected = {"td_loss": loss.item(), "q_values": values.mean().item()}
+        logged = {name: value.item() for name, value in result.items()}
+        assert logged == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert_same(q_network.net, online)
     assert_same(learner["target_network"].net, target)
 
@@ -274,8 +276,9 @@ def test_compiled_updates_are_the_plain_ones(script):
             else:  # as after every rollout
                 learner["actor"].normalize.add(seen[: BATCH * (i + 1)].to(device) * 3)
             with inductor.patch(fallback_random=True):  # the plain update's random numbers
-                rows.append(update([x.to(device) for x in batch]).cpu())
-        results.append(torch.stack(rows))
+                scalars = update([x.to(device) for x in batch])
+            rows.append({name: value.cpu() for name, value in scalars.items()})
+        results.append(rows)
         networks.append(next(iter(learner.values())).state_dict())
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(*networks, atol=1e-5, rtol=1e-4)

@@ -1,5 +1,6 @@
 """A run: its flags, its folder, what is logged and saved, how it ends and how it is resumed."""
 
+import atexit
 import contextlib
 import copy
 import fcntl
@@ -13,8 +14,8 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import zipfile
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Annotated
 
@@ -26,8 +27,7 @@ from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 import egl_render
-from clip_reward import RewardArgs, RunError, UsageError, first_line, render_size_of
-from training.workers import STOP_SIGNALS, kill_children, warn
+from clip_reward import RewardArgs, RunError, UsageError, first_line, one_line, render_size_of
 
 
 @dataclass(config={"extra": "forbid"})
@@ -64,9 +64,14 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
 # Flags that may be given with --resume: how long, where and how often, but not what is learned.
 # (DQN's schedules depend on --total-timesteps and stretch with it.)
 RESUME_MAY_CHANGE = set(
-    "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size worker_timeout "
-    "allow_slow compile track judge runs_dir resume renderer".split()
+    "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size allow_slow "
+    "compile track judge runs_dir resume renderer".split()
 )
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Silence the resource tracker's leaked-semaphore warning: a process that ends at once leaves some.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+children = []  # processes of reward workers and environments: they end with this one
 
 LINE = 100  # characters per line on the console
 BEST_WINDOW = 5  # rollouts whose mean reward decides best.pt: a single one may have lucky starts
@@ -135,6 +140,25 @@ def latest_run(args):
     return None
 
 
+@contextlib.contextmanager
+def stop_signals_blocked():
+    """Hold back stop signals while processes are started: these inherit the block and never see a
+    signal to the whole group, which is this process's to handle."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # inherits the block too, but unblocks two signals here
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@atexit.register
+def kill_children():
+    for process in children:  # they have nothing to save
+        process.kill()
+
+
 def on_stop_signals(handler):
     """Call `handler` at a stop signal. Under nohup SIGHUP stays ignored."""
     for number in STOP_SIGNALS:
@@ -192,11 +216,14 @@ def end_now(number, _):
     os._exit(128 + number)
 
 
-def excepthook(kind, error, trace):
-    """Print a UsageError (exit code 2) or RunError (1) without a traceback."""
+def excepthook(kind, error, trace, after=""):
+    """End the program with a line that names the cause. What is no UsageError (exit code 2) or
+    RunError (1) has its traceback above it."""
+    lines = str(error).splitlines() or [""]
     if not issubclass(kind, (UsageError, RunError)):
-        return sys.__excepthook__(kind, error, trace)
-    print(f"error: {error}", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+        lines = [one_line(error)]
+    print(*lines[:-1], f"error: {lines[-1]}{after}", sep="\n", file=sys.stderr)
     sys.exit(2 if issubclass(kind, UsageError) else 1)
 
 
@@ -205,6 +232,12 @@ def thread_failed(failed):
     if not issubclass(failed.exc_type, OSError):
         return threading.__excepthook__(failed)
     warn(f"the curves could not be written: {failed.exc_value}; the run continues without them")
+
+
+def warn(line):
+    """Print one line to stderr, if that is still open."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"WARNING: {line}\n".encode())
 
 
 def say(*lines, end="\n"):
@@ -267,6 +300,7 @@ class Run:
         self.args, self.step, self.rollout, self.stopped = args, 0, 0, 0
         self.look = ""  # how pictures are drawn
         self.best, self.recent = {}, []  # best.pt's content, and the latest mean rewards
+        self.to_save = {}  # what a failure saves: the learner between two rollouts
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
         try:
             start = Path(args.resume or "")  # a run's folder, or a checkpoint for a new run
@@ -350,7 +384,7 @@ class Run:
         of another run's checkpoint only the modules. Optimiser settings (lr, fused, capturable) are
         not restored: they come from this run. `look` says how pictures are drawn; raises UsageError
         if they were drawn otherwise and are the reward."""
-        self.look = look
+        self.look, self.to_save = look, parts
         restored, self.restored = self.restored, {}  # it keeps the file mapped
         if not restored:
             return
@@ -471,14 +505,12 @@ class Run:
         return f"saved: {saved.name}; resume with: {command}" if saved else "nothing is saved"
 
     def _failed(self, kind, error, trace):
-        """sys.excepthook of a run: what went wrong, and how to resume."""
-        known = issubclass(kind, (UsageError, RunError))
-        if not known:
-            sys.__excepthook__(kind, error, trace)
-        lines = traceback.format_exception_only(kind, error)[-1].strip().splitlines()
-        cause = str(error) if known else lines[-1]  # what an environment raised ends with its cause
-        print(f"error: {cause}; {self._how_to_resume()}", file=sys.stderr)
-        sys.exit(2 if issubclass(kind, UsageError) else 1)
+        """sys.excepthook of a run: save the learner as it was after the last rollout, and say what
+        went wrong and how to resume."""
+        if self.to_save and self.rollout:
+            with contextlib.suppress(RunError):
+                self.save(self.to_save)
+        excepthook(kind, error, trace, f"; {self._how_to_resume()}")
 
     def close(self):
         """Close the event file; say where things are. After a signal, exit with its code."""

@@ -1,0 +1,128 @@
+"""Ray actors that draw and score, on all nodes of a cluster (--reward-devices ray)."""
+
+import os
+import socket
+import time
+from collections import Counter, deque
+
+from clip_reward import RunError, UsageError, first_line
+from training import run, workers
+
+
+def connect_to_ray():
+    """Connect to the cluster of RAY_ADDRESS or `ray start`, else start one on this machine -> (ray,
+    "GPU" or, where it has none, "CPU"); waits for its first node. Raises UsageError."""
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # or a wrong address takes 40 s to fail
+    try:
+        import ray
+    except ImportError:
+        raise UsageError('--reward-devices ray needs Ray: pip install ".[ray]"') from None
+    if not ray.is_initialized():
+        try:
+            ray.init(logging_level="error", log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = "the address is RAY_ADDRESS, or was left by `ray start` (`ray stop` removes it)"
+            raise UsageError(f"--reward-devices ray: {error}; {where}") from error
+    while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():
+        run.warn("the Ray cluster has neither GPU nor CPU yet; waiting for its first node")
+        time.sleep(10)
+    return ray, "GPU" if "GPU" in has else "CPU"
+
+
+class Actor:
+    """The class of a Ray actor. It loads at its first call, which raises any errors of loading."""
+
+    def __init__(self, *setup):
+        self.setup, self.scorer = setup, None
+
+    def call(self, method, *arguments):
+        """Do a job of a Pool, or "load" -> (how it draws, a line)."""
+        try:
+            self.scorer = self.scorer or workers.load(*self.setup)
+            if method == "load":
+                return self.scorer.look, f"{self.scorer.description}, at {socket.gethostname()}"
+            return getattr(self.scorer, method)(*arguments)
+        except Exception as error:
+            raise workers.failure("Ray actor", error) from None
+
+
+class RayPool(workers.Pool):
+    """A Pool of Ray actors: for "ray:N" N of them, for "ray" one per GPU of the cluster (per CPU if
+    it has no GPU), also on nodes that join later. The least busy one gets the next job, at most two
+    each. Ray starts lost actors again where there is room; their jobs go to whoever is free."""
+
+    def __init__(self, make_renderer, make_reward, device, batch_size=64):
+        super().__init__(make_renderer, make_reward, [], batch_size)
+        self.ray, self.kind = connect_to_ray()
+        self.count = int(device[4:] or 0)
+        device = "cuda:0" if self.kind == "GPU" else "cpu"  # the one GPU that Ray lets it see
+        self.setup = make_renderer, make_reward, device
+        self.jobs, self.answers = deque(), deque()
+        self.loaded, self.calls = set(), {}  # actors; {call: (actor, its job)}
+        self._grow()
+
+    def _grow(self):
+        """Start missing actors: N, or as many as the cluster has room for."""
+        options = {"max_restarts": -1, f"num_{self.kind.lower()}s": 1}
+        count = self.count or int(self.ray.cluster_resources().get(self.kind, 0))
+        while len(self.workers) < count:
+            self.workers.append(self.ray.remote(**options)(Actor).remote(*self.setup))
+            self._load(self.workers[-1])
+
+    def _load(self, actor):
+        call = actor.call.options(max_task_retries=-1).remote("load")
+        self.calls[call] = actor, ("Ray actor",)
+
+    def wait_ready(self):
+        while not self.lines:
+            self._receive()
+        return self.lines
+
+    def take(self):
+        rewards = super().take()
+        self._grow()
+        return rewards
+
+    def _send(self, *job):
+        self.jobs.append((self.sent, *job))
+        self.sent += 1
+        self._pump(0)
+
+    def _next(self):
+        for _ in range(2):
+            deadline = time.monotonic() + workers.TIMEOUT
+            while time.monotonic() < deadline:
+                self._pump(1)
+                if self.answers:
+                    return self.answers.popleft()
+            for actor in self.loaded:  # perhaps one hangs: the others would have done its jobs
+                self.ray.kill(actor, no_restart=False)
+        problem = f"no answer from Ray's actors for {2 * workers.TIMEOUT} s"
+        raise RunError(f"{problem}; is there room for them in the cluster?")
+
+    def _pump(self, seconds):
+        """Hand out jobs and wait at most so long for an answer."""
+        busy = Counter(actor for actor, _ in self.calls.values())
+        while self.jobs and (free := [actor for actor in self.loaded if busy[actor] < 2]):
+            actor, job = min(free, key=busy.__getitem__), self.jobs.popleft()
+            self.calls[actor.call.remote(*job[1:])] = actor, job
+            busy[actor] += 1
+        answers, _ = self.ray.wait([*self.calls], timeout=seconds) if self.calls else ([], [])
+        for answer in answers:
+            actor, job = self.calls.pop(answer)
+            loads = len(job) == 1
+            try:
+                self.answers.append((job[0], self.ray.get(answer)))
+                self.loaded |= {actor} if loads else set()
+            except self.ray.exceptions.RayTaskError as error:
+                self.answers.append((job[0], error.cause))
+            except self.ray.exceptions.RayError as error:
+                self.jobs.extendleft([] if loads else [job])
+                if loads or actor in self.loaded:
+                    run.warn(f"a Ray actor is gone ({first_line(error)}); its jobs are done again")
+                    self.loaded.discard(actor)
+                    self._load(actor)
+
+    def close(self):
+        for actor in self.workers:
+            self.ray.kill(actor)
