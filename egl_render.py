@@ -25,7 +25,7 @@ import numpy as np
 from annotated_types import Interval
 from pydantic.dataclasses import dataclass
 
-from clip_reward import UsageError, first_line
+from clip_reward import UsageError, first_line, one_line
 
 if TYPE_CHECKING:
     import mujoco
@@ -34,22 +34,18 @@ if TYPE_CHECKING:
 SCENES = Path(__file__).resolve().parent / "scenes"
 INSTALL_GL = "apt-get update && apt-get install -y libegl1 libgl1-mesa-dri libgles2"
 INSTALL_WARP = 'pip install ".[warp]"'
-DRM = Path("/sys/class/drm")  # the kernel's graphics cards, by their names in /dev/dri
-BY_WARP = "; --renderer warp draws without EGL"
-_device = "cpu"  # the torch device that setup_gl bound this process to
 
 
 def setup_gl(device: object = "cpu") -> None:
     """Bind MuJoCo's drawing to a torch device, "cpu" or "cuda:i", by environment variables, before
     mujoco is imported. If MUJOCO_GL is set, it stays. mujoco.egl orders devices as CUDA does."""
-    global _device
-    _device = str(device)
     # Mesa and triton (which torchvision imports) each bring an LLVM. Loading triton's second is a
     # segmentation fault; loading it first is not.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton._C.libtriton")
-    if _device.startswith("cuda"):  # a worker inherits its parent's, which may be another GPU
-        os.environ["MUJOCO_EGL_DEVICE_ID"] = _device.partition(":")[2] or "0"
+    name, _, number = str(device).partition(":")
+    if name == "cuda":  # a worker inherits its parent's, which may be another GPU
+        os.environ["MUJOCO_EGL_DEVICE_ID"] = number or "0"
     if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
         # importing mujoco for a library that is not there would fail
         found = [name for name in ("EGL", "OSMesa") if ctypes.util.find_library(name)]
@@ -65,58 +61,14 @@ def gl_renderer() -> str:
         import mujoco
         from OpenGL.GL import GL_RENDERER, glGetString
 
-        try:
-            context = mujoco.GLContext(16, 16)
-        except (ImportError, RuntimeError):
-            if os.environ.pop("MUJOCO_EGL_DEVICE_ID", None) is None:
-                raise
-            # EGL lacks that device; only software may replace it
-            context = mujoco.GLContext(16, 16)
+        context = mujoco.GLContext(16, 16)
         context.make_current()
         name = glGetString(GL_RENDERER).decode()
         context.free()
     except Exception as error:  # its type depends on library and platform
-        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         ways = f"type: {INSTALL_GL}; or draw without OpenGL: {INSTALL_WARP}"
-        raise UsageError(f"no OpenGL to draw with ({reason}); {ways}") from error
-    if _device != "cpu" and "MUJOCO_EGL_DEVICE_ID" not in os.environ and not is_software(name):
-        raise UsageError(f"EGL has no device for {_device}, and {name} is another one{BY_WARP}")
+        raise UsageError(f"no OpenGL to draw with ({one_line(error)}); {ways}") from error
     return name
-
-
-def gpu_address() -> str:
-    """Return where this process computes and where EGL draws, as PCI addresses: "cuda:1 at
-    0000:3b:00.0, EGL at 0000:3b:00.0". Raises UsageError if that is not the same GPU."""
-    import torch
-
-    found: Any = torch.cuda.get_device_properties(_device)
-    draws = egl_address()
-    numbers: Any = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    known = None not in numbers  # by older versions of torch
-    computes = "a place torch does not tell"
-    if known:
-        computes = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
-    if draws and known and draws != computes:
-        raise UsageError(f"EGL draws on the GPU at {draws}, {_device} is at {computes}{BY_WARP}")
-    return f"{_device} at {computes}, EGL at {draws or 'a place it does not tell'}"
-
-
-def egl_address() -> str:
-    """Return the PCI address of what EGL draws on, "" if that is not known, as for software."""
-    from mujoco import egl
-    from mujoco.egl.egl_ext import eglGetProcAddress
-
-    device, pointer, kind = ctypes.c_ssize_t(), ctypes.c_void_p, ctypes.CFUNCTYPE
-    # EGL_EXT_device_query: the display's EGL_DEVICE_EXT; EGL_EXT_device_drm: its file in /dev/dri
-    attribute = kind(ctypes.c_uint, pointer, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
-    string = kind(ctypes.c_char_p, pointer, ctypes.c_int)
-    find_device: Any = attribute(eglGetProcAddress("eglQueryDisplayAttribEXT") or 0)
-    find_string: Any = string(eglGetProcAddress("eglQueryDeviceStringEXT") or 0)
-    known = find_device and find_string
-    known = known and find_device(egl.EGL_DISPLAY, 0x322C, ctypes.byref(device))
-    file = find_string(device.value, 0x3233) if known else None
-    path = DRM / os.path.basename((file or b"").decode()) / "device"
-    return path.resolve().name if file and path.exists() else ""
 
 
 def draws_by_warp(args: "RenderArgs") -> bool:
@@ -301,9 +253,7 @@ class MujocoRenderer:
         import mujoco
 
         self.cameras, self.frame_shape = views_of(size, camera)
-        name = gl_renderer()
-        hardware = _device != "cpu" and not is_software(name)
-        self.description = f"{name} ({gpu_address()})" if hardware else name
+        self.description = gl_renderer()
         self.model, self.data = model, mujoco.MjData(model)
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, size)
         model.vis.global_.offheight = max(model.vis.global_.offheight, size)

@@ -57,8 +57,6 @@ from training.run import Run, RunArgs, children, parse_args, say, stop_signals_b
 from training.workers import TIMEOUT, failure, make_pool
 from warp_render import WarpRenderer
 
-LearningRate = Annotated[float, Interval(gt=0, le=1)]
-
 
 @dataclass(config={"extra": "forbid"})
 class Args(RunArgs):
@@ -89,16 +87,12 @@ class Args(RunArgs):
     """steps of random actions before the first update"""
     gradient_steps: PositiveInt = 600
     """updates after each rollout (num_envs * episode_length steps)"""
-    policy_lr: LearningRate = 6e-4
-    """learning rate of the actor"""
-    q_lr: LearningRate = 6e-4
-    """learning rate of the critics and of the entropy coefficient"""
-    layer_norm: bool = True
-    """layer norm in the critics, as in DroQ and SimBa: their values stay sane with many updates per
-    step (not in the paper)"""
-    normalize_observations: bool = True
-    """normalise observations by their running mean and standard deviation, as in SimBa (not in the
-    paper)"""
+    learning_rate: Annotated[float, Interval(gt=0, le=1)] = 6e-4
+    """of actor, critics and entropy coefficient"""
+    normalize: bool = True
+    """normalise observations by their running mean and standard deviation (SimBa), and the hidden
+    layers of the critics by layer norm (DroQ, SimBa): their values stay sane with many updates per
+    step. Not in the paper"""
     observe_forces: bool = False
     """observe all 348 numbers of Humanoid-v5, as in the paper: also the bodies' inertia and
     velocity, and the forces of actuators and contacts, which reach 5000. Otherwise the agent
@@ -323,8 +317,8 @@ class TwinCritic(nn.Module):
         super().__init__()
         self.normalize = normalize
         inputs = observation_dim + action_dim
-        self.qf1 = mlp(inputs, 1, args.layer_norm)
-        self.qf2 = mlp(inputs, 1, args.layer_norm)
+        self.qf1 = mlp(inputs, 1, args.normalize)
+        self.qf2 = mlp(inputs, 1, args.normalize)
 
     def forward(self, observations, actions):
         x = torch.cat([self.normalize(observations), actions], 1)
@@ -339,8 +333,7 @@ class Actor(nn.Module):
 
     def __init__(self, observation_dim, action_space, args: Args):
         super().__init__()
-        normalize = args.normalize_observations
-        self.normalize = RunningNorm(observation_dim) if normalize else nn.Identity()
+        self.normalize = RunningNorm(observation_dim) if args.normalize else nn.Identity()
         self.net = mlp(observation_dim, 2 * math.prod(action_space.shape))
         bounds = np.stack([action_space.low, action_space.high]).astype(np.float32)
         low, high = torch.from_numpy(bounds).reshape(2, -1)
@@ -490,14 +483,15 @@ def make_learner(args: Args, observation_dim, action_space, device):
     entropy_coef = torch.tensor(0.05 if tuned else args.entropy_coef, device=device)
     log_alpha = entropy_coef.log().requires_grad_(tuned)
     captured = args.compile and device.type == "cuda"
-    adam = functools.partial(torch.optim.Adam, fused=True, capturable=captured)
+    settings = {"lr": args.learning_rate, "fused": True, "capturable": captured}
+    adam = functools.partial(torch.optim.Adam, **settings)
     return {
         "actor": actor,
         "critic": critic,
         "target_critic": target_critic,
-        "actor_optimizer": adam(actor.parameters(), lr=args.policy_lr),
-        "critic_optimizer": adam(critic.parameters(), lr=args.q_lr),
-        "alpha_optimizer": adam([log_alpha], lr=args.q_lr),
+        "actor_optimizer": adam(actor.parameters()),
+        "critic_optimizer": adam(critic.parameters()),
+        "alpha_optimizer": adam([log_alpha]),
         "log_alpha": log_alpha,
     }
 
@@ -625,7 +619,7 @@ if __name__ == "__main__":
         run.rollout += 1
         if not random_actions:
             run.keep_best(rewards.mean(), actor=actor)
-        if args.normalize_observations:
+        if args.normalize:
             actor.normalize.add(torch.as_tensor(observations, device=device))
 
         # 3. Learn

@@ -17,7 +17,7 @@ import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError, first_line
 from environments import judges
 from environments.classic import CLASSIC_STATE_SIZES
-from training.run import checkpoints, load_checkpoint, saved_flags
+from training.run import checkpoints, load_checkpoint, make_args, saved_flags
 
 SCRIPTS = {script.__name__: script for script in (sac, dqn)}
 
@@ -59,13 +59,8 @@ def script_of(args):
 def args_of(saved, where, own):
     """Return a script's Args from saved flags, {name: value} with "script". Raises UsageError for
     unknown flags, and for code that `own` does not name."""
-    flags = dict(saved)
-    script = find_script(str(flags.pop("script", "")), own, where)
-    try:
-        args = script.Args(**flags)
-    except (TypeError, ValueError) as error:
-        problem = " ".join(str(error).split())
-        raise UsageError(f"{where} is damaged or from another version: {problem}") from error
+    script = find_script(str(saved.get("script", "")), own, where)
+    args = make_args(saved, script.Args, where)
     if ":" in args.env_id and args.env_id != own.env_id:
         raise UsageError(f"{where}: its task is code; to run it, type --env-id {args.env_id}")
     return args

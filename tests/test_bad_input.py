@@ -112,10 +112,10 @@ ROWS = {
 --entropy-coef nan                          | entropy_coef
 --n-step 0                                  | n_step
 --n-step 101                                | --n-step 101
---policy-lr nan                             | policy_lr
---policy-lr 0                               | policy_lr
---policy-lr 1e30                            | policy_lr
---q-lr inf                                  | q_lr
+--learning-rate nan                         | learning_rate
+--learning-rate 0                           | learning_rate
+--learning-rate 1e30                        | learning_rate
+--learning-rate inf                         | learning_rate
 --env-id Pendulum-v1 --camera-azimuth 90 180 | --camera-azimuth
 --env-id MountainCarContinuous-v0 --camera-azimuth 90 | no camera
 """,

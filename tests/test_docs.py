@@ -31,7 +31,7 @@ def commands(path):
     for name, value in re.findall(r'\b([A-Z]+)="(.*?)"$', text, re.M | re.S):
         text = text.replace(f'"${name}"', f'"{value}"').replace(f"${name} ", f"{value} ")
     for found in re.findall(r"^ {4}[^#\n`]*?\bpython ((?:.*\\\n)*.*)$", text, re.M):
-        line = re.sub(r"\\+\n\s*", "", found).partition("; done")[0]
+        line = re.sub(r"\\+\n\s*", "", found).partition("; do")[0]
         yield re.sub(r"\s{2,}#.*|\s# .*", "", line).strip()
     for found in re.findall(r"`python ([^`]+)`", text):
         yield " ".join(found.split())

@@ -221,7 +221,7 @@ def runs(tmp_path_factory):
         set_layers(network.net, torch.stack([-lean, lean]), torch.eye(2), torch.eye(2))
         made[name] = save_run(folder / name, args, {64: network}, "q_network")
     # an actor that pushes MountainCar's car the way it is going
-    plain = {"layer_norm": False, "normalize_observations": False}
+    plain = {"normalize": False}
     args = make_args(sac, env_id="MountainCarContinuous-v0", episode_length=150, **plain)
     actor = new_network(sac.Actor, args)
     ways = torch.tensor([[0.0, 1e3], [0.0, -1e3]])

@@ -1,5 +1,6 @@
 """SAC's tasks as a user meets them, and its parts against independent computations."""
 
+import copy
 import dataclasses
 
 import gymnasium as gym
@@ -14,7 +15,7 @@ import clip_reward
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from environments import classic, judges
-from training.run import load_args
+from training.run import make_args, saved_flags
 
 SMALL = [
     *("--num-envs", 2, "--episode-length", 12, "--render-size", 64),
@@ -81,7 +82,7 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
     observations, actions, rewards = (ring[0].numpy() for ring in rings(folder))
     values, _ = scalars(folder)
     assert 0 <= values["charts/success_rate"][0].value <= 1
-    args = load_args(folder, sac.Args)
+    args = make_args(saved_flags(folder), sac.Args, folder)
     env = sac.make_env(args)()
     env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
     states = np.stack([env.step(action)[4]["states"] for action in actions[:, 0]])
@@ -105,7 +106,7 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
     goal = ["--target-prompt", "--target-image", tmp_path / "goal.png"]
     views = ["--camera-azimuth", 150, 210, "--total-timesteps", 24]
     folder = learn(tmp_path / "runs", *goal, *views)
-    args = load_args(folder, sac.Args)
+    args = make_args(saved_flags(folder), sac.Args, folder)
     assert args.target_prompt == () and args.camera_azimuth == (150, 210)
     pictures = [event.value for event in scalars(folder)[0]["charts/clip_pictures"]]
     assert pictures == [4 * 2 * 2], "scored steps, environments, cameras"
@@ -208,7 +209,7 @@ SPACE = gym.spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 1.0], n
 
 def networks(**options):
     """An actor and its critic for 3 observations and 2 actions."""
-    args = sac.Args(**{"normalize_observations": False} | options)
+    args = sac.Args(**{"normalize": False} | options)
     actor = sac.Actor(3, SPACE, args)
     return actor, sac.TwinCritic(3, 2, args, actor.normalize)
 
@@ -294,9 +295,9 @@ def test_only_what_is_scored_is_rendered_and_the_film_has_every_step(monkeypatch
 
 def test_networks_see_normalised_observations():
     torch.manual_seed(0)
-    (plain, critic), (norm, norm_critic) = networks(), networks(normalize_observations=True)
-    norm.load_state_dict(plain.state_dict(), strict=False)
-    norm_critic.load_state_dict(critic.state_dict(), strict=False)
+    norm, norm_critic = networks(normalize=True)
+    plain, critic = copy.deepcopy((norm, norm_critic))
+    plain.normalize = critic.normalize = torch.nn.Identity()
     # parts of unequal size, a mean far from 0, a constant, and something a thousand times larger
     seen = torch.randn(70, 2, 3) * torch.tensor([1.0, 0.0, 1000.0]) + torch.tensor([300.0, 7, 0])
     for part in seen.split([10, 1, 59]):

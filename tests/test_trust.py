@@ -184,12 +184,13 @@ def test_every_damage_is_noticed(done, damage, tmp_path):
 def test_one_edited_flag_does_not_damage_the_checkpoints(done, tmp_path):
     script, whole = done
     folder = shutil.copytree(whole, tmp_path / "run")
-    default = script.Args().layer_norm
-    edit(folder, layer_norm=not default)
+    flag = "normalize" if script is sac else "layer_norm"
+    default = vars(script.Args())[flag]
+    edit(folder, **{flag: not default})
     line = refused(script.__file__, "--resume", folder, "--total-timesteps", 72)
     assert line.startswith("error: the checkpoint does not fit these flags")
     assert contents(folder) == contents(whole)
-    edit(folder, layer_norm=default)
+    edit(folder, **{flag: default})
     run(script.__file__, "--resume", folder, "--total-timesteps", 60)
     assert max(checkpoints(folder)) == 60
 

@@ -78,21 +78,23 @@ def assert_same(network, expected):
 @pytest.mark.parametrize("autotune", [True, False])
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune, n_step):
-    args = sac.Args(layer_norm=layer_norm, entropy_coef=None if autotune else 0.3)
-    args.n_step, args.normalize_observations = n_step, False
-    args.gamma, args.tau, args.policy_lr, args.q_lr = 0.9, 0.1, 2e-3, 3e-3
+    args = sac.Args(normalize=layer_norm, entropy_coef=None if autotune else 0.3)
+    args.n_step = n_step
+    args.gamma, args.tau, args.learning_rate = 0.9, 0.1, 2e-3
     torch.manual_seed(0)
     space, device = gym.spaces.Box(-1, 1, (ACTIONS,)), torch.device("cpu")
     learner = sac.make_learner(args, OBSERVATIONS, space, device)
     actor, target = learner["actor"], learner["target_critic"]
+    for network in (actor, learner["critic"], target):  # of observations: tested elsewhere
+        network.normalize = torch.nn.Identity()
     log_alpha = learner["log_alpha"]
     policy = layers(actor.net)
     critics = [layers(qf) for qf in (learner["critic"].qf1, learner["critic"].qf2)]
     targets = [layers(qf) for qf in (target.qf1, target.qf2)]
     entropy_coef = log_alpha.detach().double().requires_grad_()  # its logarithm
-    policy_adam = PlainAdam(flat(policy), args.policy_lr)
-    critic_adam = PlainAdam(flat(*critics), args.q_lr)
-    alpha_adam = PlainAdam([entropy_coef], args.q_lr)
+    policy_adam = PlainAdam(flat(policy), args.learning_rate)
+    critic_adam = PlainAdam(flat(*critics), args.learning_rate)
+    alpha_adam = PlainAdam([entropy_coef], args.learning_rate)
 
     def sample(observations, noise):
         mean, log_std = run(policy, observations).chunk(2, 1)
@@ -254,7 +256,7 @@ def test_compiled_updates_are_the_plain_ones(script):
         torch.manual_seed(1)
         args = script.Args(compile=compiled)
         if script is sac:
-            args.normalize_observations = True
+            args.normalize = True
             space, seen = gym.spaces.Box(-1, 1, (ACTIONS,)), torch.cat([b[0] for b in batches])
             learner = sac.make_learner(args, OBSERVATIONS, space, device)
             settings = {"learner": learner}

@@ -108,17 +108,15 @@ def saved_flags(run_dir):
         raise UsageError(f"{path} is damaged: {first_line(error)}") from error
 
 
-def load_args(run_dir, Args):
-    """Return the Args of a run. Raises UsageError if they are damaged or another script's."""
-    flags = saved_flags(run_dir)
-    flags.pop("script", None)
-    if foreign := ", ".join(flags.keys() - vars(Args()).keys()):
-        raise UsageError(f"{run_dir} is a run of another script or version: it has {foreign}")
+def make_args(flags, Args, where):
+    """Return the Args of saved flags. Raises UsageError if they are damaged or another script's."""
     try:
-        return Args(**flags)
-    except ValueError as error:  # pydantic's
+        return Args(**{name: value for name, value in flags.items() if name != "script"})
+    except (TypeError, ValueError) as error:  # pydantic's
         problem = " ".join(str(error).split())
-        raise UsageError(f"{run_dir}/args.json is damaged: {problem}") from error
+        raise UsageError(
+            f"{where} is damaged or of another script or version: {problem}"
+        ) from error
 
 
 def changed_flags(was, now):
@@ -133,7 +131,7 @@ def latest_run(args):
     folders = [path.parents[1] for path in sorted(found, key=os.path.getmtime, reverse=True)]
     for folder in dict.fromkeys(folders):
         try:
-            if not changed_flags(load_args(folder, type(args)), args):
+            if not changed_flags(make_args(saved_flags(folder), type(args), folder), args):
                 return str(folder)
         except UsageError as error:
             warn(f"--resume latest skips a run: {error}")
@@ -190,7 +188,7 @@ def parse_args(Args, description):
     path = Path(args.resume).resolve()
     new = path.suffix == ".pt" and path.is_file()
     folder = run_folder(path.parents[1] if new else args.resume)
-    given, saved = own_code(args), load_args(folder, Args)
+    given, saved = own_code(args), make_args(saved_flags(folder), Args, folder)
     if new:
         saved.learning_starts = 0
     args = parse(default=saved)
