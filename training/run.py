@@ -131,7 +131,9 @@ def latest_run(args):
     folders = [path.parents[1] for path in sorted(found, key=os.path.getmtime, reverse=True)]
     for folder in dict.fromkeys(folders):
         try:
-            if not changed_flags(make_args(saved_flags(folder), type(args), folder), args):
+            if not changed_flags(
+                make_args(saved_flags(folder), type(args), folder / "args.json"), args
+            ):
                 return str(folder)
         except UsageError as error:
             warn(f"--resume latest skips a run: {error}")
@@ -188,7 +190,7 @@ def parse_args(Args, description):
     path = Path(args.resume).resolve()
     new = path.suffix == ".pt" and path.is_file()
     folder = run_folder(path.parents[1] if new else args.resume)
-    given, saved = own_code(args), make_args(saved_flags(folder), Args, folder)
+    given, saved = own_code(args), make_args(saved_flags(folder), Args, folder / "args.json")
     if new:
         saved.learning_starts = 0
     args = parse(default=saved)
