@@ -475,9 +475,9 @@ def test_a_large_model_without_a_gpu_is_refused_before_any_download(name, downlo
     args = RewardArgs(target_prompt=("words",), clip_model=name)
     with pytest.raises(UsageError) as error:
         args.check_reward()
-    first, second = str(error.value).splitlines()
-    assert name in first and "GPU" in first and not downloads
-    assert "--clip-model tiny_clip" in second and "--allow-slow" in second
+    (line,) = str(error.value).splitlines()
+    assert name in line and "GPU" in line and not downloads
+    assert "--clip-model tiny_clip" in line and "--allow-slow" in line
     with pytest.raises(UsageError, match="needs a CUDA GPU"):  # as an actor of Ray
         clip_reward.make_clip_reward(args, "cpu")
     downloads.cuda = ["cuda:0"]
