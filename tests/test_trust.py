@@ -90,7 +90,7 @@ def finite(state):
 @pytest.mark.parametrize(
     "script, kinds",
     [
-        ("sac", ["environment", "kill", "workers", "start", "hup"]),
+        ("sac", ["environment", "kill", "worker", "start", "hup"]),
         ("dqn", ["rename", "kill", "cut", "full", "int"]),
     ],
     ids=str,
