@@ -108,6 +108,11 @@ def quiet_mujoco() -> None:
     warnings.filterwarnings("ignore", ".* is deprecated", UserWarning)  # from MjSpec.compile
 
 
+UNSTABLE = (
+    "MuJoCo reset an unstable simulation, and the pose after that would be rewarded for what the "
+    "agent did not do; smaller actions or a smaller timestep of the model may help"
+)
+
 Metres = Annotated[float, Interval(gt=-1e6, lt=1e6)]
 
 

@@ -51,7 +51,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 import egl_render
-from clip_reward import UsageError
+from clip_reward import RunError, UsageError
 from environments import classic, judges
 from training.run import Run, RunArgs, children, parse_args, say, stop_signals_blocked
 from training.workers import TIMEOUT, failure, make_pool
@@ -134,7 +134,8 @@ def describe_env(env_id: str):
     except (gym.error.Error, ImportError, ValueError, RuntimeError) as error:
         raise UsageError(f"--env-id {env_id}: {' '.join(str(error).split())}") from error
     actions = env.action_space
-    if not isinstance(actions, gym.spaces.Box) or not actions.is_bounded():
+    continuous = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
+    if not continuous or not actions.is_bounded():
         other = "; use dqn_clip_classic.py" if isinstance(actions, gym.spaces.Discrete) else ""
         need = f"SAC needs bounded continuous actions, not {actions}"
         raise UsageError(f"--env-id {env_id}: {need}{other}")
@@ -157,6 +158,17 @@ def check_args(args: Args) -> None:
     if args.camera_azimuth and (state is None or args.env_id == MOUNTAIN_CAR):
         raise UsageError(f"--camera-azimuth: {args.env_id} has no camera")
     args.check_reward()
+
+
+def check_memory(args: Args, observation_dim: int) -> None:
+    """Raise UsageError if the replay buffer is larger than this machine's memory, as it may be for
+    pictures."""
+    size = 4 * observation_dim * min(args.buffer_size, args.total_timesteps)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        need = f"{size / 1e9:.0f} GB for observations of {observation_dim} numbers"
+        here = f"this machine has {memory / 1e9:.0f} GB"
+        raise UsageError(f"the replay buffer needs {need}, {here}: choose a smaller --buffer-size")
 
 
 class EndlessEpisodes(gym.Wrapper):
@@ -187,7 +199,10 @@ class EndlessEpisodes(gym.Wrapper):
         return self.call(self._step, action)
 
     def _step(self, action):
+        before = simulated_time(self)
         observation, reward, _, _, info = self.env.step(action)
+        if simulated_time(self) < before:
+            raise RunError(egl_render.UNSTABLE)
         success = info.get("success", info.get("is_success"))
         info = {} if success is None else {"success": success}
         state = state_of(self)
@@ -199,6 +214,11 @@ class EndlessEpisodes(gym.Wrapper):
             info["frames"] = np.asarray(image)  # [H, W, 3] uint8
         self.t += 1
         return observation, float(reward), False, False, info
+
+
+def simulated_time(env):
+    """Return the time of MuJoCo's simulation in seconds, 0 for other tasks."""
+    return getattr(getattr(env.unwrapped, "data", None), "time", 0.0)
 
 
 def make_env(args: Args, filmed=False):
@@ -545,11 +565,12 @@ if __name__ == "__main__":
     needed = use_clip or (draw and args.video_freq)
     pool = make_pool(draw, score, devices if needed else [], chunk)
     envs = make_vector_env(args)
+    observation_dim = envs.single_observation_space.shape[0]
+    check_memory(args, observation_dim)
     say(*pool.wait_ready())
     run = Run(args)
 
     # Networks and optimisers. The entropy is that of actions in [-1, 1], whatever their units are.
-    observation_dim = envs.single_observation_space.shape[0]
     action_dim = math.prod(envs.single_action_space.shape)
     learner = make_learner(args, observation_dim, envs.single_action_space, device)
     actor = learner["actor"]

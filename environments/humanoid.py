@@ -11,6 +11,9 @@ import mujoco.batch
 import numpy as np
 from gymnasium.vector.utils import batch_space
 
+from clip_reward import RunError
+from egl_render import UNSTABLE
+
 
 class HumanoidVectorEnv(gym.vector.VectorEnv):
     """N times gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1), with
@@ -50,15 +53,20 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         self.qvel[:] = self.task.init_qvel + noise[:, model.nq :]
         self.batch.forward()
         self.cfrc_ext[:] = 0
+        self.steps = 0
         return self._observe(), {}
 
     def step(self, actions):
-        """actions [N, 17] -> observations [N, O], rewards [N], False [N] twice, infos."""
+        """actions [N, 17] -> observations [N, O], rewards [N], False [N] twice, infos. Raises
+        RunError if MuJoCo has reset an unstable simulation."""
         task, before = self.task, self.centre
         self.batch.ctrl = actions
         self.batch.step(nstep=task.frame_skip)
+        self.steps += 1
         for i, forces in enumerate(self.cfrc_ext):  # of contacts, which a batch leaves out
             self.batch.get_data(i, self.data)
+            if self.data.time < (self.steps - 0.5) * task.dt:
+                raise RunError(UNSTABLE)
             mujoco.mj_rnePostConstraint(self.model, self.data)
             forces[:] = self.data.cfrc_ext
         observations = self._observe()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import sac_clip_humanoid as sac
+from clip_reward import RunError
 from environments.humanoid import HumanoidVectorEnv
 
 
@@ -58,3 +59,22 @@ def test_sac_observes_positions_and_velocities_or_all_of_gymnasiums_numbers():
         observations, *_, infos = envs.step(np.zeros((2, 17), np.float32))
         np.testing.assert_array_equal(observations[0, :45], info["states"][2:])
         envs.close()
+
+
+def test_a_simulation_that_mujoco_resets_ends_the_run():
+    """It would go on from the standing pose, which CLIP may like."""
+    message = "^MuJoCo reset an unstable simulation"
+    envs = HumanoidVectorEnv(3)
+    envs.reset(seed=[1, 2, 3])
+    for _ in range(30):
+        envs.step(np.full((3, 17), 0.4, np.float32))
+    envs.qvel[1, 7] = 1e20
+    with pytest.raises(RunError, match=message):
+        envs.step(np.zeros((3, 17), np.float32))
+    env = sac.make_env(sac.Args(env_id="HalfCheetah-v5", target_prompt=("words",)))()
+    env.reset(seed=1, options={"film": False})
+    for _ in range(30):
+        env.step(np.full(6, 0.4, np.float32))
+    env.unwrapped.data.qvel[3] = 1e20
+    with pytest.raises(RunError, match=message):
+        env.step(np.zeros(6, np.float32))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -357,3 +358,34 @@ def test_replay_keeps_transitions_together_across_the_ring():
     torch.manual_seed(3)
     assert copy.count == 3
     assert all(torch.equal(a, b) for a, b in zip(one, copy.sample(50)))
+
+
+@pytest.mark.parametrize("shape, kind", [((), "f4"), ((2,), "i4"), ((2,), "f8")])
+def test_boxes_of_all_kinds_are_acted_in_or_refused(shape, kind):
+    """A saturated action is in its own Box; actions that are whole numbers are not continuous."""
+    space = gym.spaces.Box(-0.1, 0.7, shape, np.dtype(kind) if kind != "i4" else np.float32)
+    if kind == "i4":
+        space = gym.spaces.Box(-3, 4, shape, np.int32)
+    Own = type("Own", (gym.Env,), {"action_space": space, "observation_space": space})
+    Own.reset = lambda self, **_: (space.sample(), {})
+    gym.register("OwnBox-v0", Own)
+    sac.describe_env.cache_clear()
+    if kind == "i4":
+        with pytest.raises(UsageError, match="needs bounded continuous actions, not Box.*int32"):
+            sac.describe_env("OwnBox-v0")
+        return
+    assert sac.describe_env("OwnBox-v0") is None
+    actor = sac.Actor(3, space, sac.Args(target_prompt=("words",)))
+    ends = actor.to_env(torch.tensor([-1.0, 1.0])[:, None].expand(2, math.prod(shape)))
+    for action, end in zip(ends, (space.low, space.high)):
+        assert action.shape == shape and space.contains(np.asarray(action, space.dtype))
+        np.testing.assert_allclose(action, end, atol=1e-6)
+
+
+def test_a_replay_buffer_that_is_larger_than_the_memory_is_refused():
+    args = sac.Args(target_prompt=("words",))
+    sac.check_memory(args, 348)
+    args.total_timesteps = args.buffer_size = 10**9
+    problem = "needs 110592 GB for observations of 27648 numbers, this machine has"
+    with pytest.raises(UsageError, match=problem):
+        sac.check_memory(args, 96 * 96 * 3)
