@@ -342,23 +342,23 @@ def load_picture(name: str) -> np.ndarray:
         return np.asarray(picture)
 
 
-def textured_model(xml_path: str | Path, look: Scene | None = None) -> "mujoco.MjModel":
+def textured_model(xml_path: str | Path, scene: Scene | None = None) -> "mujoco.MjModel":
     """Compile the MuJoCo model at `xml_path` with the sky, floor and light of a `Scene`. The
-    humanoid becomes a robot of metal; other bodies keep their own look. The physics stay the same
+    humanoid becomes a robot of metal; other bodies keep their own scene. The physics stay the same
     to the bit."""
     import mujoco
 
     quiet_mujoco()
-    look = look or Scene()
+    scene = scene or Scene()
     spec = mujoco.MjSpec.from_file(str(xml_path))
     kinds = mujoco.mjtTexture
     skies = [texture for texture in spec.textures if texture.type == kinds.mjTEXTURE_SKYBOX]
     for replaced in (*skies, *spec.lights):
         spec.delete(replaced)
     for name, kind, picture, repeat, specular, shininess in (
-        ("clip_sky", kinds.mjTEXTURE_SKYBOX, look.sky, 1, 0, 0),
-        ("clip_stone", kinds.mjTEXTURE_2D, look.stone, 1 / look.tile, 0.15, 0.2),
-        ("clip_metal", kinds.mjTEXTURE_CUBE, np.concatenate([look.metal] * 6), 3, 0.75, 0.55),
+        ("clip_sky", kinds.mjTEXTURE_SKYBOX, scene.sky, 1, 0, 0),
+        ("clip_stone", kinds.mjTEXTURE_2D, scene.stone, 1 / scene.tile, 0.15, 0.2),
+        ("clip_metal", kinds.mjTEXTURE_CUBE, np.concatenate([scene.metal] * 6), 3, 0.75, 0.55),
     ):
         height, width = picture.shape[:2]
         texture = spec.add_texture(name=name, type=kind, height=height, width=width, nchannel=3)
@@ -373,8 +373,8 @@ def textured_model(xml_path: str | Path, look: Scene | None = None) -> "mujoco.M
             geom.material, geom.rgba = "clip_stone", [1, 1, 1, 1]
             geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; contacts have no edge anyway
     if spec.modelname.startswith("humanoid"):
-        _make_metal(spec, np.append(look.dark, 1.0))
-    azimuth, height = np.radians([look.sun_azimuth, look.sun_height])
+        _make_metal(spec, np.append(scene.dark, 1.0))
+    azimuth, height = np.radians([scene.sun_azimuth, scene.sun_height])
     across = np.cos(height)
     sun = -np.array([np.cos(azimuth) * across, np.sin(azimuth) * across, np.sin(height)])
     robot = spec.worldbody.first_body() or spec.worldbody
@@ -384,14 +384,14 @@ def textured_model(xml_path: str | Path, look: Scene | None = None) -> "mujoco.M
         type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL,
         pos=-8 * sun - np.asarray(robot.pos),
         dir=sun,
-        diffuse=look.sun * np.array([1.0, 0.96, 0.88]),
+        diffuse=scene.sun * np.array([1.0, 0.96, 0.88]),
         specular=[0.4, 0.4, 0.38],
     )
     visual = spec.visual
-    visual.headlight.ambient = look.ambient * np.array([0.95, 0.98, 1.05])
-    visual.headlight.diffuse = look.headlight * np.ones(3)
+    visual.headlight.ambient = scene.ambient * np.array([0.95, 0.98, 1.05])
+    visual.headlight.diffuse = scene.headlight * np.ones(3)
     visual.headlight.specular = [0.1, 0.1, 0.1]
-    visual.rgba.haze = [*(np.asarray(look.haze) * 0.93), 1.0]
+    visual.rgba.haze = [*(np.asarray(scene.haze) * 0.93), 1.0]
     visual.map.haze = 0.35
     visual.map.shadowclip = 4.0
     return spec.compile()

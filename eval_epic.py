@@ -251,7 +251,9 @@ class Success(OnDataset):
             out = data.folder / f"success_{Path(self.labels).stem}"
             judging.success(task, out, {data.path.stem: data}, self.labels, videos=0)
         else:
-            chosen = [(self.run, self.checkpoint)] + [(self.compare, "best")] * bool(self.compare)
+            chosen = [(self.run, self.checkpoint)]
+            if self.compare:
+                chosen.append((self.compare, "best"))
             task, out, played = judging.play_runs(chosen, self.episodes, self.judge, self)
             judging.success(task, out, played, "judge", self.videos)
             write_page(self.run)

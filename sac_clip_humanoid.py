@@ -370,7 +370,7 @@ class Actor(nn.Module):
 
     def sample(self, observations, noise=None):
         """[B, O] -> actions [B, A] in [-1, 1] (reparameterised), log densities [B]. The standard
-        normal noise [B, A] is drawn here unless it is given."""
+        normal noise [B, A] is sampled here unless it is given."""
         mean, log_std = self(observations)
         noise = torch.randn_like(mean) if noise is None else noise
         x = mean + log_std.exp() * noise

@@ -173,13 +173,14 @@ def landscape(reward, render_size, out):
     figure = figures.new_figure(4 * columns, 3.2 * rows + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False)
     for panels, (env_id, textured, label, low, high, index, goal) in zip(axes.T, SWEEPS):
-        task, look = judges.task_for(env_id), "textured" if textured else "plain"
+        task = judges.task_for(env_id)
+        surface = "textured" if textured else "plain"
         values = np.linspace(low, high, 361)
         states = np.zeros((len(values), classic.CLASSIC_STATE_SIZES[env_id]))
         states[:, index] = values
         args = dqn.Args(env_id=env_id, render_size=render_size, textured=textured)
         for ax, model in zip(panels, reward.models(*task.prompts.values())):
-            title = f"{figures.short(model.clip_model)}: {env_id}, {look}"
+            title = f"{figures.short(model.clip_model)}: {env_id}, {surface}"
             scores = score(model, [model.target_prompt], reward.reward_alpha, args, states)[:, 0, 0]
             for alpha, along in zip(reward.reward_alpha, scores.T.astype(np.float64)):
                 best, correlation = values[along.argmax()], pearson(along, task.judge(states))

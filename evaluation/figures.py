@@ -108,8 +108,8 @@ def draw_epic(path, title, table, good):
             figure.add_subplot(rows, 2, place),
             [first["rewards"][x] for x in (good, ~good)],
         )
-        look = {"color": ["tab:green", "tab:red"], "label": ["good", "not good"], "alpha": 0.5}
-        panel.hist(both, 40, density=True, histtype="stepfilled", **look)
+        style = {"color": ["tab:green", "tab:red"], "label": ["good", "not good"], "alpha": 0.5}
+        panel.hist(both, 40, density=True, histtype="stepfilled", **style)
         panel.set(title=short(model), xlabel="reward", yticks=[])
         panel.legend(frameon=False, fontsize="small")
     by_alpha.set(xlabel="alpha", ylabel="EPIC distance (band: 95 %)")

@@ -73,9 +73,11 @@ def write_page(folder):
         goal = ", ".join([*prompts, *flags["target_image"], *filter(None, [head])])
         goal = goal if flags["reward"] == "clip" else f"the reward of {task} itself"
         resume = ["python", Path(flags["script"]).name, "--resume", str(folder)]
-        resume += ["--total-timesteps", str(2 * total)] * (steps >= total)
+        if steps >= total:
+            resume += ["--total-timesteps", str(2 * total)]
         for flag, own in ("--env-id", task), ("--judge", judge or ""):
-            resume += [flag, own] * (":" in own)  # code is run only if it is named
+            if ":" in own:  # code is run only if it is named
+                resume += [flag, own]
         success = ["python", "eval_epic.py", "success", "--run", str(folder)]
         if judge or not judges.task_for(task, prompts):
             success += ["--judge", judge or "FILE.py:FUNCTION"]

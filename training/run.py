@@ -195,9 +195,9 @@ def parse_args(Args, description):
         saved.learning_starts = 0
     args = parse(default=saved)
     args.resume = str(path if new else folder)
-    changed = [] if new else changed_flags(saved, args)
-    for name in changed[:1]:
-        flag, was = name.replace("_", "-"), vars(saved)[name]
+    changed = changed_flags(saved, args)
+    if changed and not new:
+        flag, was = changed[0].replace("_", "-"), vars(saved)[changed[0]]
         raise UsageError(f"--{flag} was {was!r} in the run to resume; leave it out")
     if needed := [word for word in own_code(args) if word not in given]:
         raise UsageError(f"args.json names code, perhaps not yours; to run it, add {needed[-1]}")
@@ -432,7 +432,8 @@ class Run:
         line = f"step {self.step:,}/{self.args.total_timesteps:,}"
         for tag, value in scalars.items():
             word = f"  {tag.removeprefix('charts/')} {value:.4g}"
-            line += word * (tag.startswith("charts/") and len(line + word) <= LINE)
+            if tag.startswith("charts/") and len(line + word) <= LINE:
+                line += word
         say(line)
         with contextlib.suppress(OSError):  # of a full disk; a checkpoint will say so
             for tag, value in scalars.items():
@@ -447,7 +448,9 @@ class Run:
         """Raise RunError for a NaN or infinity in arrays [T, N, ...] of episodes that began with
         these seeds [N]."""
         for name, array in arrays.items():
-            for t, n, *_ in np.argwhere(~np.isfinite(array))[:1]:
+            wrong = np.argwhere(~np.isfinite(array))
+            if len(wrong):
+                t, n = wrong[0][:2]
                 when = f"{t} steps after its reset with seed {seeds[n]}"
                 raise RunError(f"{name} of environment {n} is not finite {when}: {array[t, n]}")
 
