@@ -650,3 +650,11 @@ def test_no_secret_is_written(tmp_path):
     run(*words, WANDB_MODE="offline", WANDB_API_KEY=secret, HF_TOKEN=secret)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 4 and not any(secret.encode() in path.read_bytes() for path in files)
+
+
+def test_wandb_without_a_key_is_one_line(tmp_path):
+    words = [dqn.__file__, *TRUTH, "--total-timesteps", 48, "--track", "--runs-dir", tmp_path]
+    usual = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    with started(*words, **usual) as process:
+        line = ended(process, 2)
+    assert line.startswith("error: --track: ") and "wandb login" in line and "offline" in line

@@ -376,8 +376,7 @@ class Run:
             wandb.init(sync_tensorboard=True, config=vars(self.args), resume="allow", **names)
         except wandb.errors.Error as error:  # no key, no network
             problem = f"--track: {first_line(error)}"
-            way = "log in with `wandb login`, or set WANDB_MODE=offline"
-            raise UsageError(f"{problem}; {way}") from error
+            raise UsageError(f"{problem} Or set WANDB_MODE=offline") from error
 
     def restore(self, parts, look=""):
         """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint;
