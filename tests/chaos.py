@@ -65,7 +65,7 @@ class Chaos:
     def __init__(self, script, seed, kinds, folder):
         self.random, self.folder, self.kinds = random.Random(seed), folder, kinds
         name, *flags = SCRIPTS[script]
-        self.name, self.steps = script, 24 * (3 * len(kinds) + 4)
+        self.name, self.steps = script, 24 * (6 * len(kinds) + 4)
         self.command = [str(helpers.ROOT / name), *flags, *COMMON, "--seed", str(seed)]
         self.command += ["--total-timesteps", str(self.steps)]
         self.left_over = folder / "chaos"
