@@ -364,7 +364,7 @@ if __name__ == "__main__":
         t4 = time.perf_counter()
 
         # 4. Log
-        success = judge(states[:, :8]) if judge else infos.get("success")  # it takes time, too
+        success = judge(states[:, :8]) if judge else infos.get("success")  # judging takes time, too
         scalars = {"charts/clip_reward": rewards.mean()} if use_clip else {}
         if success is not None:
             scalars["charts/success_rate"] = np.mean(success)

@@ -483,10 +483,10 @@ def update_actor(observations, actor, critic, optimizer, alpha):
     return {"actor_loss": loss.detach(), "entropy": -log_density.detach().mean()}
 
 
-def update_alpha(entropy, action_dim, log_alpha, optimizer):
+def update_alpha(entropy, action_dim, alpha, log_alpha, optimizer):
     """One step of the entropy coefficient towards a policy entropy of -dim(actions) -> {name:
     scalar [] to log}."""
-    loss = log_alpha.detach().exp() * (entropy + action_dim)
+    loss = alpha * (entropy + action_dim)
     log_alpha.grad = loss  # alpha = exp(log_alpha) is its own derivative
     optimizer.step()
     return {"alpha_loss": loss}
@@ -532,7 +532,8 @@ def update(batch, learner, args: Args):
     scalars["alpha"] = alpha
     if args.entropy_coef is None:
         optimizer = learner["alpha_optimizer"]
-        scalars |= update_alpha(scalars["entropy"], actions.shape[1], log_alpha, optimizer)
+        entropy, action_dim = scalars["entropy"], actions.shape[1]
+        scalars |= update_alpha(entropy, action_dim, alpha, log_alpha, optimizer)
     with torch.no_grad():
         params, target_params = list(critic.parameters()), list(target_critic.parameters())
         torch._foreach_lerp_(target_params, params, args.tau)
@@ -656,7 +657,8 @@ if __name__ == "__main__":
         # 4. Log
         scalars = {"charts/clip_reward": rewards.mean()} if use_clip else {}
         if judge:
-            success = judge(np.stack(pictured)[:, :8])  # of eight episodes: it takes time, too
+            eight = [states[:8] for states in pictured]  # judging takes time, too
+            success = judge(np.stack(eight))
         if success is not None:
             scalars["charts/success_rate"] = np.mean(success)
         scalars |= {"charts/episodic_return": env_rewards.sum(0).mean(), "charts/SPS": run.speed}

@@ -53,7 +53,8 @@ class Session:
         picture that is no longer shown is dropped: a second press, or another window. Raises
         RunError or UsageError if it cannot be saved; then nothing has changed."""
         with self.lock:
-            if self.todo() and index == self.todo()[0]:
+            todo = self.todo()
+            if todo and index == todo[0]:
                 self._save(index, label)
                 self.answers.pop(index, None)
                 self.answers[index] = label

@@ -26,15 +26,7 @@ import clip_reward
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError
-from training.run import (
-    STOP_SIGNALS,
-    Run,
-    latest_run,
-    make_args,
-    parse_args,
-    run_folder,
-    saved_flags,
-)
+from training.run import STOP_SIGNALS, Run, latest_run, load_args, parse_args, run_folder
 
 UPRIGHT = "pole vertically upright on top of the cart"
 SMALL = [
@@ -251,7 +243,7 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
         np.testing.assert_allclose(later[t], observation, rtol=1e-4, atol=1e-4)
         task = env.unwrapped
         states.append(np.hstack([task.data.qpos, task.data.qvel] if script is sac else task.state))
-    args = make_args(saved_flags(folder), script.Args, folder)
+    args = load_args(folder, script.Args)
     scorer = Scorer(
         lambda device: script.make_renderer(args),
         lambda device: clip_reward.make_clip_reward(args, device),
@@ -466,7 +458,7 @@ def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(scrip
 
 def test_latest_is_the_newest_run_with_these_flags(finished):
     script, folder, _ = finished
-    args = make_args(saved_flags(folder), script.Args, folder)
+    args = load_args(folder, script.Args)
     args.checkpoint_freq = 7  # a flag that --resume may change
     assert latest_run(args) == str(folder)
     args.seed = 2

@@ -16,7 +16,7 @@ import clip_reward
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from environments import classic, judges
-from training.run import make_args, saved_flags
+from training.run import load_args
 
 SMALL = [
     *("--num-envs", 2, "--episode-length", 12, "--render-size", 64),
@@ -83,7 +83,7 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
     observations, actions, rewards = (ring[0].numpy() for ring in rings(folder))
     values, _ = scalars(folder)
     assert 0 <= values["charts/success_rate"][0].value <= 1
-    args = make_args(saved_flags(folder), sac.Args, folder)
+    args = load_args(folder, sac.Args)
     env = sac.make_env(args)()
     env.reset(seed=np.random.SeedSequence((1, 0)).generate_state(3).tolist()[0])
     states = np.stack([env.step(action)[4]["states"] for action in actions[:, 0]])
@@ -107,7 +107,7 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
     goal = ["--target-prompt", "--target-image", tmp_path / "goal.png"]
     views = ["--camera-azimuth", 150, 210, "--total-timesteps", 24]
     folder = learn(tmp_path / "runs", *goal, *views)
-    args = make_args(saved_flags(folder), sac.Args, folder)
+    args = load_args(folder, sac.Args)
     assert args.target_prompt == () and args.camera_azimuth == (150, 210)
     pictures = [event.value for event in scalars(folder)[0]["charts/clip_pictures"]]
     assert pictures == [4 * 2 * 2], "scored steps, environments, cameras"

@@ -46,15 +46,17 @@ class Actor:
             raise workers.failure("Ray actor", error) from None
 
 
+LOAD = ("Ray actor", "load")  # a job with a name in place of a number
+
+
 class RayPool(workers.Pool):
     """A Pool of Ray actors: for "ray:N" N of them, for "ray" one per GPU of the cluster (per CPU if
     it has no GPU), also on nodes that join later. The least busy one gets the next job, at most two
     each. Ray starts lost actors again where there is room; their jobs go to whoever is free."""
 
-    def __init__(self, make_renderer, make_reward, device, batch_size=64):
-        super().__init__(make_renderer, make_reward, [], batch_size)
+    def _start(self, make_renderer, make_reward, devices):
         self.ray, self.kind = connect_to_ray()
-        self.count = int(device[4:] or 0)
+        self.count = int(devices[0][4:] or 0)
         device = "cuda:0" if self.kind == "GPU" else "cpu"  # the one GPU that Ray lets it see
         self.setup = make_renderer, make_reward, device
         self.jobs, self.answers = deque(), deque()
@@ -71,7 +73,7 @@ class RayPool(workers.Pool):
 
     def _load(self, actor):
         call = actor.call.options(max_task_retries=-1).remote("load")
-        self.calls[call] = actor, ("Ray actor",)
+        self.calls[call] = actor, LOAD
 
     def wait_ready(self):
         while not self.lines:
@@ -110,15 +112,16 @@ class RayPool(workers.Pool):
         answers, _ = self.ray.wait([*self.calls], timeout=seconds) if self.calls else ([], [])
         for answer in answers:
             actor, job = self.calls.pop(answer)
-            loads = len(job) == 1
             try:
                 self.answers.append((job[0], self.ray.get(answer)))
-                self.loaded |= {actor} if loads else set()
+                if job is LOAD:
+                    self.loaded.add(actor)
             except self.ray.exceptions.RayTaskError as error:
                 self.answers.append((job[0], error.cause))
             except self.ray.exceptions.RayError as error:
-                self.jobs.extendleft([] if loads else [job])
-                if loads or actor in self.loaded:
+                if job is not LOAD:
+                    self.jobs.appendleft(job)
+                if job is LOAD or actor in self.loaded:
                     run.warn(f"a Ray actor is gone ({first_line(error)}); its jobs are done again")
                     self.loaded.discard(actor)
                     self._load(actor)

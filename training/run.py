@@ -119,6 +119,11 @@ def make_args(flags, Args, where):
         ) from error
 
 
+def load_args(run_dir, Args):
+    """Return the Args of a run. Raises UsageError as `make_args`."""
+    return make_args(saved_flags(run_dir), Args, Path(run_dir) / "args.json")
+
+
 def changed_flags(was, now):
     """List the flags that differ between two Args though --resume may not change them."""
     was, now = vars(was), vars(now)
@@ -131,9 +136,7 @@ def latest_run(args):
     folders = [path.parents[1] for path in sorted(found, key=os.path.getmtime, reverse=True)]
     for folder in dict.fromkeys(folders):
         try:
-            if not changed_flags(
-                make_args(saved_flags(folder), type(args), folder / "args.json"), args
-            ):
+            if not changed_flags(load_args(folder, type(args)), args):
                 return str(folder)
         except UsageError as error:
             warn(f"--resume latest skips a run: {error}")
@@ -190,7 +193,7 @@ def parse_args(Args, description):
     path = Path(args.resume).resolve()
     new = path.suffix == ".pt" and path.is_file()
     folder = run_folder(path.parents[1] if new else args.resume)
-    given, saved = own_code(args), make_args(saved_flags(folder), Args, folder / "args.json")
+    given, saved = own_code(args), load_args(folder, Args)
     if new:
         saved.learning_starts = 0
     args = parse(default=saved)

@@ -28,7 +28,7 @@ def make_pool(make_renderer, make_reward, devices, batch_size=64):
     if devices and devices[0].startswith("ray"):
         from training.ray_workers import RayPool
 
-        return RayPool(make_renderer, make_reward, devices[0], batch_size)
+        return RayPool(make_renderer, make_reward, devices, batch_size)
     return Pool(make_renderer, make_reward, devices, batch_size)
 
 
@@ -52,6 +52,9 @@ class Pool:
         self.workers, self.answers = [], []  # processes, and the end of a pipe from each
         self.render_s, self.clip_s, self.look = 0.0, 0.0, ""
         self.lines, self.results = [], {}  # what they run on; {number of a job: its result}
+        self._start(make_renderer, make_reward, devices)
+
+    def _start(self, make_renderer, make_reward, devices):
         with stop_signals_blocked():
             context = mp.get_context("spawn")  # CUDA wants spawn
             self.jobs = context.Queue()
