@@ -53,11 +53,11 @@ if [ "$DEVICE" = cpu ]; then
     MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 MANY=() PRECISIONS="fp32 fp16" STATES=2
     TESTS=(-k embeddings)
     small=(--num-envs 2 --episode-length 8 --gradient-steps 2 --rollouts 1 --states-per-worker 4)
-    small+=(--clip-batch-size 4)
+    small+=(--clip-batch-size 4) overlap=("${small[@]}")
 else
     MODEL=$MODELS/ViT-bigG-14 SIZE=480 BATCHES="64 128 256" WORKERS=4 PRECISIONS="fp32 fp16" STATES=8
     TESTS=()
-    small=(--rollouts 3)
+    small=(--rollouts 3) overlap=(--rollouts 2)
     MANY=() && for n in 2 4 8; do [ "$GPUS" -ge "$n" ] && MANY+=("$n"); done
     mapfile -t devices < <(seq -f 'cuda:%.0f' 0 $((GPUS - 1)))
 fi
@@ -100,8 +100,8 @@ piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$S
 pipeline cameras 180 "${score[@]}" "${small[@]}" "${one[@]}" --camera-azimuth 120 180 240
 # 9. Through Ray, and with a simulated device: does everything hide behind CLIP?
 pipeline ray 120 "${score[@]}" "${small[@]}" --reward-devices ray:1
-pipeline overlap_egl 90 --scorer-ms 1.6 --draw-ms 1.5 --rollouts 2
-pipeline overlap_warp 90 --scorer-ms 1.6 --draw-ms 0.1 --rollouts 2
+pipeline overlap_egl 90 --scorer-ms 1.6 --draw-ms 1.5 "${overlap[@]}"
+pipeline overlap_warp 90 --scorer-ms 1.6 --draw-ms 0.1 "${overlap[@]}"
 # 10. More GPUs
 for n in "${MANY[@]}"; do
     pipeline "gpus_$n" 120 "${score[@]}" "${small[@]}" --reward-devices "${devices[@]:0:$n}"
