@@ -111,8 +111,8 @@ class RewardArgs:
     """what every picture of the scene shows, for --reward-alpha; several are averaged (default: "a
     humanoid robot" for the humanoid)"""
     target_image: tuple[str, ...] = ()
-    """files of pictures of the goal, in addition to words or instead of them; square like the
-    frames, because a model may crop to the centre"""
+    """files of pictures of the goal, in addition to words or instead of them; what is not square
+    gets black bars, as frames do"""
     reward_head: str = ""
     """a head that `eval_epic.py fit` has fitted to labels: the reward is its probability that a
     state is good; with a target prompt or image too, the mean of that and CLIP's reward"""
@@ -444,6 +444,11 @@ class CLIPEmbedder(nn.Module):
             shape = list(frames.shape)
             raise ValueError(f"frames must be [B, H, W, 3] uint8, not {shape} {frames.dtype}")
         frames = frames if frames.ndim > 3 else frames[None]
+        height, width = frames.shape[-3:-1]
+        if height != width:  # black bars: a model may crop to the centre
+            x, y = max(0, height - width), max(0, width - height)
+            bars = (0, 0, x // 2, x - x // 2, y // 2, y - y // 2)
+            frames = nn.functional.pad(frames, bars)
         images = self.preprocess(frames.flatten(0, -4))
         embeddings = self.model.encode_image(images.to(self.dtype))
         return nn.functional.normalize(embeddings.float(), dim=-1).unflatten(0, frames.shape[:-3])

@@ -4,12 +4,15 @@
     egl_render.setup_gl("cuda:0")                       # before mujoco is imported
     model = egl_render.textured_model(xml_path)         # sky, stone floor, pale metal body
     renderer = egl_render.MujocoRenderer(model, size=480, camera=egl_render.PAPER_CAMERA)
-    renderer.render(states)                             # [B, nq+nv] float64 -> [B, H, W, 3] uint8
+    renderer.render(states)                             # [B, S] float64 -> [B, H, W, 3] uint8
+
+A MuJoCo state is what a picture depends on: qpos, qvel, and where mocap bodies are (`state_of`).
 
 mujoco reads MUJOCO_GL when it is imported, so this module imports it inside functions only.
 """
 
 import contextlib
+import copy
 import ctypes.util
 import functools
 import importlib.util
@@ -71,15 +74,30 @@ def gl_renderer() -> str:
     return name
 
 
-def draws_by_warp(args: "RenderArgs") -> bool:
-    """Return whether MuJoCo Warp draws: it was asked for, or it is installed and no GPU draws by
-    OpenGL here."""
+def draws_by_warp(args: "RenderArgs", model: "mujoco.MjModel") -> bool:
+    """Return whether MuJoCo Warp draws the model: it was asked for, or it is installed and no GPU
+    draws by OpenGL here. What Warp would leave out is drawn by OpenGL on the CPU, if there is."""
     if args.renderer == "auto" and importlib.util.find_spec("mujoco_warp"):
         try:
-            return is_software(gl_renderer())
+            return is_software(gl_renderer()) and not left_out_by_warp(model)
         except UsageError:
             return True
     return args.renderer == "warp"
+
+
+def left_out_by_warp(model: "mujoco.MjModel") -> str:
+    """Name what the model shows and MuJoCo Warp does not, "" if there is nothing."""
+    import mujoco
+
+    alpha = model.geom_rgba[:, 3].copy()
+    alpha[model.geom_matid >= 0] *= model.mat_rgba[model.geom_matid[model.geom_matid >= 0], 3]
+    parts = {
+        "sites": (model.site_rgba[:, 3] > 0) & (model.site_group < 3),
+        "tendons": model.wrap_type == mujoco.mjtWrap.mjWRAP_SITE,
+        "skins": model.skin_rgba[:, 3] > 0,
+        "transparency": (0 < alpha) & (alpha < 1) & (model.geom_group < 3),
+    }
+    return ", ".join(name for name, shown in parts.items() if shown.any())
 
 
 def is_software(name: str) -> bool:
@@ -126,8 +144,8 @@ class RenderArgs:
     """what draws MuJoCo's states: OpenGL by EGL, or MuJoCo Warp, which needs no OpenGL and draws on
     the device that CLIP uses; auto: EGL if a GPU draws by it, otherwise Warp"""
     textured: bool = True
-    """realistic sky, stone floor and sunlight, a humanoid of metal, MountainCar as a landscape;
-    otherwise Gymnasium's own look"""
+    """realistic sky, stone floor and sunlight for models that come with Gymnasium, a humanoid of
+    metal, MountainCar as a landscape; any other model keeps its own look"""
     camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
     """metres from the point looked at. These four flags replace values of the paper's camera (for
     the humanoid) or of the task's own"""
@@ -220,6 +238,67 @@ def choose_camera(
 
 # ------------------------------------------------------------------------------ MuJoCo
 
+# how the names of a model's arrays begin that a picture shows
+SHOWN = tuple(
+    "body_pos body_quat jnt_pos jnt_axis geom_ site_ cam_ light_ mesh_ hfield_ skin_ flex_ tex_ "
+    "mat_ tendon_ wrap_".split()
+)
+
+
+def looks_that_differ(model: "mujoco.MjModel", other: "mujoco.MjModel") -> str:
+    """Name the arrays in which two models look different, "" if there are none."""
+    names = [name for name in dir(model) if name.startswith(SHOWN)]
+    pairs = {name: (getattr(model, name), getattr(other, name)) for name in names}
+    return ", ".join(name for name, pair in pairs.items() if not np.array_equal(*pair))
+
+
+def why_own_render(make: Any) -> str:
+    """Return why a task has to be drawn by its own render(), or "" if pictures can be drawn from
+    its states: nothing else may differ between two pictures.
+
+    That is tried. After each of two resets, and a step, the model's arrays must be those of a new
+    environment, and the picture of the environment's own render() must be the state's, pixel for
+    pixel (only where there is OpenGL). Gymnasium's own MuJoCo tasks are not tried again.
+
+    Args:
+        make: called with no argument or with render_mode="rgb_array"; makes an environment.
+    """
+    import mujoco
+    from gymnasium.envs.mujoco import MujocoEnv
+
+    env = make()
+    if not isinstance(env.unwrapped, MujocoEnv):
+        return "it is no MujocoEnv of Gymnasium"
+    entry_point, wrappers = str(env.spec.entry_point), env.spec.additional_wrappers
+    if entry_point.startswith("gymnasium.envs.mujoco") and not wrappers:
+        return ""
+    new = copy.copy(env.unwrapped.model)
+    with contextlib.suppress(UsageError):
+        gl_renderer()
+        env = make(render_mode="rgb_array")
+    task, seen = env.unwrapped, []
+    env.action_space.seed(0)
+    for seed, steps in (0, 0), (1, 0), (1, 1):
+        env.reset(seed=seed)
+        if steps:
+            env.step(env.action_space.sample())
+        mujoco.mj_forward(task.model, task.data)  # a step leaves the places before it
+        if changed := looks_that_differ(task.model, new):
+            return f"its model changes ({changed})"
+        if env.render_mode:
+            picture, viewer = env.render(), task.mujoco_renderer.viewer
+            if viewer is None:
+                return "it does not draw by Gymnasium's MujocoRenderer"
+            seen.append((state_of(task.data), picture, copy.copy(viewer.cam)))
+    model, data = task.model, mujoco.MjData(task.model)
+    for state, picture, camera in seen:
+        place(model, data, [part[0] for part in parts_of(state[None], model)])
+        with mujoco.Renderer(model, *picture.shape[:2], max_geom=viewer.scn.maxgeom) as renderer:
+            renderer.update_scene(data, camera)
+            if not np.array_equal(renderer.render(), picture):
+                return "its render() shows more than its state"
+    return ""
+
 
 def views_of(size: int, camera: Camera | list[Camera]) -> tuple[list[Camera], tuple[int, ...]]:
     """Return a renderer's cameras and the shape of its frames."""
@@ -228,12 +307,37 @@ def views_of(size: int, camera: Camera | list[Camera]) -> tuple[list[Camera], tu
     return [camera], (size, size, 3)
 
 
-def checked(states: np.ndarray, model: "mujoco.MjModel") -> np.ndarray:
-    """Return states of the model as [B, nq + nv] float64. Raises ValueError."""
+def state_of(data: "mujoco.MjData") -> np.ndarray:
+    """Return a state: qpos, qvel, positions and quaternions of the mocap bodies, [nq + nv + 7 *
+    nmocap] float64."""
+    mocap = data.mocap_pos.ravel(), data.mocap_quat.ravel()
+    return np.concatenate([data.qpos, data.qvel, *mocap])
+
+
+def parts_of(states: np.ndarray, model: "mujoco.MjModel") -> list[np.ndarray]:
+    """Split states [B, S] of the model into qpos [B, nq], qvel [B, nv], and positions [B, nmocap,
+    3] and quaternions [B, nmocap, 4] of its mocap bodies, float64. Raises ValueError."""
     states = np.asarray(states, np.float64)
-    if states.ndim != 2 or states.shape[1] != model.nq + model.nv:
-        raise ValueError(f"states must be [B, {model.nq + model.nv}], not {states.shape}")
-    return states
+    size = model.nq + model.nv + 7 * model.nmocap
+    if states.ndim != 2 or states.shape[1] != size:
+        raise ValueError(f"states must be [B, {size}], not {states.shape}")
+    ends = np.cumsum([model.nq, model.nv, 3 * model.nmocap])
+    *joints, positions, quaternions = np.split(states, ends, axis=1)
+    mocap = len(states), model.nmocap
+    return [*joints, positions.reshape(*mocap, 3), quaternions.reshape(*mocap, 4)]
+
+
+def place(model: "mujoco.MjModel", data: "mujoco.MjData", parts: Any) -> None:
+    """Put one state, its four `parts_of`, into `data`, and all that a picture shows of it."""
+    import mujoco
+
+    data.qpos, data.qvel, data.mocap_pos, data.mocap_quat = parts
+    # the part of mj_forward that a picture shows: positions, cameras, lights, tendons
+    mujoco.mj_kinematics(model, data)
+    mujoco.mj_comPos(model, data)
+    mujoco.mj_camlight(model, data)
+    mujoco.mj_flex(model, data)
+    mujoco.mj_tendon(model, data)
 
 
 class MujocoRenderer:
@@ -262,7 +366,8 @@ class MujocoRenderer:
         self.model, self.data = model, mujoco.MjData(model)
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, size)
         model.vis.global_.offheight = max(model.vis.global_.offheight, size)
-        self._renderer = mujoco.Renderer(model, size, size, max_geom=1000)
+        # sites, parts of tendons and lights are geoms of the scene, too
+        self._renderer = mujoco.Renderer(model, size, size, max_geom=10_000 + 2 * model.ngeom)
 
     def _view(self, camera):
         """Return the mujoco.MjvCamera of a `Camera` for the state in `data`."""
@@ -279,21 +384,12 @@ class MujocoRenderer:
         return view
 
     def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Draw `states` [B, nq + nv] float64, qpos and qvel, into `out` [B, *frame_shape] uint8,
-        C-contiguous, allocated when None -> out. Raises ValueError for other columns."""
-        import mujoco
-
-        model, data = self.model, self.data
-        states = checked(states, model)
+        """Draw `states` [B, S] float64 into `out` [B, *frame_shape] uint8, C-contiguous, allocated
+        when None -> out. Raises ValueError for other columns."""
+        parts = parts_of(states, self.model)
         out = np.empty((len(states), *self.frame_shape), np.uint8) if out is None else out
-        for state, frame in zip(states, out, strict=True):
-            data.qpos, data.qvel = np.split(state, [model.nq])
-            # the part of mj_forward that a picture shows: positions, cameras, lights, tendons
-            mujoco.mj_kinematics(model, data)
-            mujoco.mj_comPos(model, data)
-            mujoco.mj_camlight(model, data)
-            mujoco.mj_flex(model, data)
-            mujoco.mj_tendon(model, data)
+        for *state, frame in zip(*parts, out, strict=True):
+            place(self.model, self.data, state)
             pictures = frame.reshape(-1, *self.frame_shape[-3:])
             for camera, picture in zip(self.cameras, pictures, strict=True):
                 self._draw(self._view(camera), picture)
@@ -342,15 +438,63 @@ def load_picture(name: str) -> np.ndarray:
         return np.asarray(picture)
 
 
+def drawn_model(env: Any, textured: bool = True, sites_as_geoms: bool = False) -> "mujoco.MjModel":
+    """Return the model by which states of a Gymnasium MuJoCo environment are drawn.
+
+    With `textured` that is `textured_model`; otherwise, and if the environment has changed its
+    model in Python, the model looks as the environment's own. With `sites_as_geoms` visible sites
+    are geoms, for MuJoCo Warp, which draws no sites."""
+    import mujoco
+
+    task = env.unwrapped
+    try:
+        spec = mujoco.MjSpec.from_file(task.fullpath)
+    except ValueError:  # the model has been made in Python
+        return task.model
+    model = spec.compile()
+    if looks_that_differ(task.model, model):
+        return task.model
+    if textured:
+        restyle(spec, task.fullpath)
+    for i in range(model.nsite if sites_as_geoms else 0):
+        material = model.mat(model.site_matid[i]).name if model.site_matid[i] >= 0 else ""
+        spec.bodies[model.site_bodyid[i]].add_geom(
+            type=mujoco.mjtGeom(model.site_type[i]),
+            size=model.site_size[i],
+            pos=model.site_pos[i],
+            quat=model.site_quat[i],
+            rgba=model.site_rgba[i],
+            material=material,
+            group=model.site_group[i],
+            contype=0,
+            conaffinity=0,
+            mass=0,
+        )
+        spec.sites[i].rgba = [0, 0, 0, 0]
+    return spec.compile()
+
+
 def textured_model(xml_path: str | Path, scene: Scene | None = None) -> "mujoco.MjModel":
-    """Compile the MuJoCo model at `xml_path` with the sky, floor and light of a `Scene`. The
-    humanoid becomes a robot of metal; other bodies keep their own scene. The physics stay the same
-    to the bit."""
+    """Compile the MuJoCo model at `xml_path`. One that comes with Gymnasium gets the sky, floor and
+    light of a `Scene`, and its humanoid becomes a robot of metal. Any other model keeps its own
+    look. The physics stay the same bit for bit."""
     import mujoco
 
     quiet_mujoco()
-    scene = scene or Scene()
     spec = mujoco.MjSpec.from_file(str(xml_path))
+    restyle(spec, xml_path, scene)
+    return spec.compile()
+
+
+def restyle(spec: "mujoco.MjSpec", xml_path: str | Path, scene: Scene | None = None) -> None:
+    """Give a model that comes with Gymnasium the look of a `Scene`, as in `textured_model`."""
+    import gymnasium
+    import mujoco
+
+    assets = Path(gymnasium.__file__).parent / "envs/mujoco/assets"
+    if Path(xml_path).resolve().parent != assets.resolve():
+        return
+    scene = scene or Scene()
     kinds = mujoco.mjtTexture
     skies = [texture for texture in spec.textures if texture.type == kinds.mjTEXTURE_SKYBOX]
     for replaced in (*skies, *spec.lights):
@@ -369,7 +513,8 @@ def textured_model(xml_path: str | Path, scene: Scene | None = None) -> "mujoco.
     spec.add_material(name="clip_dark", specular=0.6, shininess=0.6)
 
     for geom in spec.worldbody.geoms:
-        if geom.type == mujoco.mjtGeom.mjGEOM_PLANE:
+        floor = geom.type == mujoco.mjtGeom.mjGEOM_PLANE and min(geom.size[:2]) >= 10  # not a table
+        if floor:
             geom.material, geom.rgba = "clip_stone", [1, 1, 1, 1]
             geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; contacts have no edge anyway
     if spec.modelname.startswith("humanoid"):
@@ -394,7 +539,6 @@ def textured_model(xml_path: str | Path, scene: Scene | None = None) -> "mujoco.
     visual.rgba.haze = [*(np.asarray(scene.haze) * 0.93), 1.0]
     visual.map.haze = 0.35
     visual.map.shadowclip = 4.0
-    return spec.compile()
 
 
 def _make_metal(spec, dark):

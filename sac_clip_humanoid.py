@@ -31,7 +31,9 @@ import math
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
+import traceback
 from typing import Annotated
 
 if __name__ == "__main__":
@@ -51,7 +53,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 import egl_render
-from clip_reward import RunError, UsageError
+from clip_reward import RunError, UsageError, one_line
 from environments import classic, judges
 from training.run import Run, RunArgs, children, parse_args, say, stop_signals_blocked
 from training.workers import TIMEOUT, failure, make_pool
@@ -65,7 +67,8 @@ class Args(RunArgs):
 
     env_id: str = "Humanoid-v5"
     """Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers it.
-    MuJoCo tasks are drawn from their states, others by their own render()"""
+    MuJoCo tasks whose pictures follow from their states are drawn from them, others by their own
+    render()"""
     total_timesteps: PositiveInt = 300_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 8
@@ -116,31 +119,75 @@ FORCES = {f"include_{part}_in_observation": False  # of Humanoid-v5
 
 
 def state_of(env):
-    """Return the state [S] float64 that pictures are drawn from, or None for a task that only its
-    own render() can draw."""
+    """Return the state [S] float64 of a task whose pictures are drawn from its states."""
     task = env.unwrapped
-    if hasattr(task, "data"):  # MuJoCo's
-        return np.concatenate([task.data.qpos, task.data.qvel])
-    return np.array(task.state, np.float64) if task.spec.id == MOUNTAIN_CAR else None
+    car = task.spec.id == MOUNTAIN_CAR
+    return np.array(task.state, np.float64) if car else egl_render.state_of(task.data)
+
+
+@contextlib.contextmanager
+def errors_of_task(env_id):
+    """Turn what somebody's task raises into a UsageError that says where it was raised."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except gym.error.Error as error:
+        raise UsageError(f"--env-id {env_id}: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(place.filename)}, line {place.lineno}"
+        problem = one_line(error) if str(error) else repr(place.line)
+        raise UsageError(f"--env-id {env_id}: {problem} ({where})") from error
 
 
 @functools.cache  # making an environment takes time
+def why_own_render(env_id: str) -> str:
+    """Return why only its own render() can draw the task, or "" if it is drawn from states."""
+    if env_id == MOUNTAIN_CAR:
+        return ""
+    with errors_of_task(env_id):
+        return egl_render.why_own_render(functools.partial(gym.make, env_id))
+
+
+@functools.cache
 def describe_env(env_id: str):
-    """Return a first state of the task, as `state_of` does. Raises UsageError if the task does not
-    exist or SAC cannot learn it."""
+    """Return a first state of the task, as `state_of` does, or None if only its own render() can
+    draw it. Raises UsageError if the task does not exist or SAC cannot learn it."""
+    egl_render.setup_gl()  # before mujoco is imported
     egl_render.quiet_mujoco()
-    try:
+    with errors_of_task(env_id):
         env = gym.make(env_id)
-    except (gym.error.Error, ImportError, ValueError, RuntimeError) as error:
-        raise UsageError(f"--env-id {env_id}: {' '.join(str(error).split())}") from error
+        env.reset(seed=0)
     actions = env.action_space
     continuous = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
     if not continuous or not actions.is_bounded():
         other = "; use dqn_clip_classic.py" if isinstance(actions, gym.spaces.Discrete) else ""
         need = f"SAC needs bounded continuous actions, not {actions}"
         raise UsageError(f"--env-id {env_id}: {need}{other}")
-    env.reset(seed=0)
-    return state_of(env)
+    return None if why_own_render(env_id) else state_of(env)
+
+
+def own_picture(env, size):
+    """Return the picture of the task's own render() [H, W, 3] uint8, at most `size` high and wide.
+    Raises RunError if it gives none."""
+    frame = env.render()
+    if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim not in (2, 3):
+        form = getattr(frame, "shape", ""), getattr(frame, "dtype", type(frame).__name__)
+        raise RunError(f"its render() gives no picture [H, W, 3] uint8, but {form[0]} {form[1]}")
+    image = Image.fromarray(frame).convert("RGB")
+    image.thumbnail((size, size))  # never enlarges
+    return np.asarray(image)
+
+
+def check_picture(args: Args) -> None:
+    """Raise UsageError if the task has to draw itself and cannot."""
+    if why_own_render(args.env_id) and (args.reward == "clip" or args.video_freq):
+        with errors_of_task(args.env_id):
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env.reset(seed=0)
+            own_picture(env, args.frame_size)
+            env.close()
 
 
 def check_args(args: Args) -> None:
@@ -157,6 +204,7 @@ def check_args(args: Args) -> None:
         raise UsageError(f"--judge: {args.env_id} has no states to judge")
     if args.camera_azimuth and (state is None or args.env_id == MOUNTAIN_CAR):
         raise UsageError(f"--camera-azimuth: {args.env_id} has no camera")
+    check_picture(args)
     args.check_reward()
 
 
@@ -174,12 +222,13 @@ def check_memory(args: Args, observation_dim: int) -> None:
 class EndlessEpisodes(gym.Wrapper):
     """Episodes that never end by themselves: an early end would tell the agent about the task
     (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
-    needs, "states" or "frames", and "success" where the task has a rule of its own. Frames are
-    rendered at the steps in `rendered`; those of a `filmed` environment at all steps of an episode
-    that began with reset(options={"film": True})."""
+    needs, "states" or "frames", and "success" where the task has a rule of its own. Frames, [H, W,
+    3] uint8 of at most `frame_size`, are rendered at the steps in `rendered`; those of a `filmed`
+    environment at all steps of an episode that began with reset(options={"film": True})."""
 
-    def __init__(self, env, frame_size, rendered, filmed):
+    def __init__(self, env, by_state, frame_size, rendered, filmed):
         super().__init__(env)
+        self.by_state = by_state  # whether pictures are drawn from states
         self.frame_size = frame_size
         self.rendered = rendered
         self.filmed = filmed
@@ -205,26 +254,27 @@ class EndlessEpisodes(gym.Wrapper):
             raise RunError(egl_render.UNSTABLE)
         success = info.get("success", info.get("is_success"))
         info = {} if success is None else {"success": success}
-        state = state_of(self)
-        if state is not None:
-            info["states"] = state
+        if self.by_state:
+            info["states"] = state_of(self)
         elif self.render_mode and (self.film or self.t in self.rendered):
-            image = Image.fromarray(self.env.render())
-            image.thumbnail((self.frame_size, self.frame_size))  # never enlarges
-            info["frames"] = np.asarray(image)  # [H, W, 3] uint8
+            info["frames"] = own_picture(self.env, self.frame_size)
         self.t += 1
         return observation, float(reward), False, False, info
 
 
 def simulated_time(env):
     """Return the time of MuJoCo's simulation in seconds, 0 for other tasks."""
-    return getattr(getattr(env.unwrapped, "data", None), "time", 0.0)
+    import mujoco
+
+    data = getattr(env.unwrapped, "data", None)
+    return data.time if isinstance(data, mujoco.MjData) else 0.0
 
 
 def make_env(args: Args, filmed=False):
     """Return a function that makes one environment."""
     use_clip = args.reward == "clip"
-    frames = (use_clip or args.video_freq) and describe_env(args.env_id) is None
+    by_state = not why_own_render(args.env_id)
+    frames = (use_clip or args.video_freq) and not by_state
     rendered = clip_reward.scored_steps(args.episode_length, args.score_every) if use_clip else []
 
     def thunk():
@@ -244,7 +294,7 @@ def make_env(args: Args, filmed=False):
             env = classic.MountainCarTask(env)
         if len(env.observation_space.shape or ()) != 1:  # observations are pictures or a Dict
             env = gym.wrappers.FlattenObservation(env)
-        return EndlessEpisodes(env, args.frame_size, rendered, filmed)
+        return EndlessEpisodes(env, by_state, args.frame_size, rendered, filmed)
 
     return thunk
 
@@ -268,6 +318,10 @@ def make_vector_env(args: Args):
     thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
     if args.num_envs == 1 or args.env_id == MOUNTAIN_CAR:
         return gym.vector.SyncVectorEnv(thunks, **modes)
+    if (
+        len(tempfile.gettempdir()) > 60
+    ):  # the path of the forkserver's socket may have 107 characters
+        tempfile.tempdir = "/tmp"
     # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
     with stop_signals_blocked():
@@ -286,12 +340,12 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
     if args.env_id == MOUNTAIN_CAR:
         return classic.ClassicRenderer(args.env_id, size or args.frame_size, args.textured)
     env = gym.make(args.env_id).unwrapped
-    model = egl_render.textured_model(env.fullpath) if args.textured else env.model
     camera = egl_render.choose_camera(args, env)
     size = size or args.frame_size
-    if egl_render.draws_by_warp(args):
+    model = egl_render.drawn_model(env, args.textured, sites_as_geoms=True)
+    if egl_render.draws_by_warp(args, model):
         return WarpRenderer(model, size, camera, device)
-    return egl_render.MujocoRenderer(model, size, camera)
+    return egl_render.MujocoRenderer(egl_render.drawn_model(env, args.textured), size, camera)
 
 
 class RunningNorm(nn.Module):
@@ -564,6 +618,10 @@ if __name__ == "__main__":
     devices = args.devices() if use_clip else args.devices()[:1]
     chunk = max(1, args.clip_batch_size // args.views)  # states
     needed = use_clip or (draw and args.video_freq)
+    if needed or drawn_from == "frames":
+        why = why_own_render(args.env_id)
+        how = f"by its own render(): {why}" if why else "from its states"
+        say(f"{args.env_id} is drawn {how}")
     pool = make_pool(draw, score, devices if needed else [], chunk)
     envs = make_vector_env(args)
     observation_dim = envs.single_observation_space.shape[0]

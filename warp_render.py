@@ -1,9 +1,10 @@
 """MuJoCo's pictures without OpenGL: MuJoCo Warp casts rays on the device where CLIP is.
 
     renderer = WarpRenderer(model, size=480, camera=egl_render.PAPER_CAMERA, device="cuda:0")
-    renderer.draw(states)         # [B, nq+nv] float64 -> torch [B, H, W, 3] uint8 on that device
+    renderer.draw(states)         # [B, S] float64 -> torch [B, H, W, 3] uint8 on that device
 
-One sample a pixel, hard shadows, a floor that fades far away; no reflections, sites or tendons.
+One sample a pixel, hard shadows, a floor that fades far away; no reflections, and nothing of what
+`egl_render.left_out_by_warp` names.
 """
 
 import os
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from clip_reward import UsageError
-from egl_render import INSTALL_WARP, PAPER_CAMERA, Camera, checked, views_of
+from egl_render import INSTALL_WARP, PAPER_CAMERA, Camera, left_out_by_warp, parts_of, views_of
 
 NEAR, FAR = 1.2, 2.5  # camera distances at which a floor begins to fade and is faded, at 64 px
 
@@ -45,7 +46,8 @@ class WarpRenderer:
             raise UsageError(f"--renderer warp needs MuJoCo Warp: {INSTALL_WARP}") from error
         self.cameras, self.frame_shape = views_of(size, camera)
         self.warp, self.mjw, self.device = warp, mujoco_warp, torch.device(device)
-        self.description = f"MuJoCo Warp on {device}"
+        left_out = left_out_by_warp(model)
+        self.description = f"MuJoCo Warp on {device}" + (left_out and f", without {left_out}")
         self.host_model, self.size = model, size
         self.worlds = max(1, min(64, 2**22 // size**2))  # states that are drawn at once
         model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # it has no PGS; nothing is solved here
@@ -83,15 +85,22 @@ class WarpRenderer:
         return aimed.ray
 
     def draw(self, states: np.ndarray) -> torch.Tensor:
-        """Draw `states` [B, nq + nv] float64, qpos and qvel -> [B, *frame_shape] uint8, a tensor on
-        the device. Raises ValueError for other columns."""
-        qpos = checked(states, self.host_model)[:, : self.host_model.nq].astype(np.float32)
-        qpos = torch.from_numpy(qpos).to(self.device)
-        frames = torch.empty((len(qpos), *self.frame_shape), dtype=torch.uint8, device=self.device)
+        """Draw `states` [B, S] float64 -> [B, *frame_shape] uint8, a tensor on the device. Raises
+        ValueError for other columns."""
+        qpos, _, *mocap = parts_of(states, self.host_model)
+        parts = [
+            torch.from_numpy(part.astype(np.float32)).to(self.device) for part in (qpos, *mocap)
+        ]
+        shape = len(states), *self.frame_shape
+        frames = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        rings = self.data.qpos, self.data.mocap_pos, self.data.mocap_quat
         with self._on_device():
-            for some, out in zip(qpos.split(self.worlds), frames.split(self.worlds), strict=True):
-                self.data.nworld = len(some)
-                self.warp.to_torch(self.data.qpos)[: len(some)] = some
+            for i in range(0, len(states), self.worlds):
+                out = frames[i : i + self.worlds]
+                self.data.nworld = len(out)
+                for ring, part in zip(rings, parts, strict=True):
+                    if part.shape[1]:  # it may have no mocap bodies
+                        self.warp.to_torch(ring)[: len(out)] = part[i : i + self.worlds]
                 out[:] = torch.stack(self._views(), 1).view(out.shape)
         return frames
 

@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 # No window is ever opened here; pygame would look for a display and complain in every process.
-os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+# (With "dummy" in place of "offscreen" highway-env's tasks give black pictures.)
+os.environ.setdefault("SDL_VIDEODRIVER", "offscreen")
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
 
 import gymnasium as gym

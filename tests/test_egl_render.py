@@ -95,9 +95,9 @@ def test_without_a_gpu_that_draws_auto_is_warp_and_egl_can_be_asked_for():
         SETUP
         + """
     import gymnasium
-    for choice in "auto", "egl", "warp":
-        print(egl_render.draws_by_warp(egl_render.RenderArgs(renderer=choice)))
     model = gymnasium.make("Humanoid-v5").unwrapped.model
+    for choice in "auto", "egl", "warp":
+        print(egl_render.draws_by_warp(egl_render.RenderArgs(renderer=choice), model))
     print(egl_render.MujocoRenderer(model, 32).description)
     """
     )
@@ -115,7 +115,7 @@ def test_a_gpu_that_egl_does_not_know_is_drawn_on_by_warp():
         import egl_render
         egl_render.setup_gl("cuda:7")
         for choice in "auto", "warp":
-            assert egl_render.draws_by_warp(egl_render.RenderArgs(renderer=choice))
+            assert egl_render.draws_by_warp(egl_render.RenderArgs(renderer=choice), None)
         egl_render.gl_renderer()
     """
     _, err = run_python(script, expect=1)
@@ -127,14 +127,14 @@ def test_what_draws_decides_what_auto_means(monkeypatch):
     quality = model.vis.quality.shadowsize, model.vis.quality.offsamples
     name = "NVIDIA H200/PCIe"
     monkeypatch.setattr(egl_render, "gl_renderer", lambda: name)
-    assert not egl_render.draws_by_warp(RenderArgs())
+    assert not egl_render.draws_by_warp(RenderArgs(), model)
     renderer = MujocoRenderer(model, 16)
     assert renderer.look == "egl" and renderer.description == name
     assert (model.vis.quality.shadowsize, model.vis.quality.offsamples) == quality
     renderer.close()
     monkeypatch.setattr(egl_render, "gl_renderer", lambda: "llvmpipe (LLVM 15.0.6, 256 bits)")
-    assert egl_render.draws_by_warp(RenderArgs())
-    assert not egl_render.draws_by_warp(RenderArgs(renderer="egl"))
+    assert egl_render.draws_by_warp(RenderArgs(), model)
+    assert not egl_render.draws_by_warp(RenderArgs(renderer="egl"), model)
 
 
 def test_a_gl_backend_that_does_not_exist_is_one_line(tmp_path):

@@ -125,35 +125,6 @@ def test_coloured_bodies_of_other_tasks_keep_their_colours(renderer):
     assert len(hue_of(frame, (1.0, 0.0, 0.0))[0]) > 20, "the red goal"
 
 
-OWN_MODEL = """
-<mujoco model="arm">
-  <worldbody>
-    <geom type="plane" size="1 1 .1" rgba="1 0 1 1"/>
-    <body pos="0 0 .5"><joint type="hinge" axis="0 1 0"/>
-      <geom type="box" size=".2 .2 .2" pos="0 -.3 0" rgba="0 .8 0 1"/>
-      <geom type="box" size=".2 .2 .2" pos="0 .3 0" rgba="0 0 .9 1"/>
-    </body>
-  </worldbody>
-</mujoco>
-"""
-
-
-def test_an_own_models_links_keep_their_colours_and_its_floor_does_not(tmp_path, renderer):
-    import mujoco
-
-    path = tmp_path / "arm.xml"
-    path.write_text(OWN_MODEL)
-    camera = egl_render.Camera(2.5, 180.0, -20.0, (0.0, 0.0, 0.4))
-    frames = []
-    for model in (mujoco.MjModel.from_xml_path(str(path)), textured_model(path)):
-        frames.append(draw(None, np.zeros((1, 2)), model, camera)[0])
-    plain, textured = [
-        [len(hue_of(frame, color)[0]) for color in ((0, 8, 0), (0, 0, 9), (1, 0, 1))]
-        for frame in frames
-    ]
-    assert min(plain) > 1000 and min(textured[:2]) > 1000 and textured[2] < 10
-
-
 def test_the_floor_never_ends(renderer):
     env = gym.make("Humanoid-v5")
     states = initial_state(env, 4)
