@@ -37,7 +37,7 @@ os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # errors of flags sta
 import numpy as np
 import torch
 from annotated_types import Interval
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 from pydantic import AfterValidator, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -208,10 +208,17 @@ def check_prompts(targets: Sequence[str], baselines: Sequence[str], alpha: float
 
 def check_lengths(tokenizer: Callable, prompts: Sequence[str]) -> None:
     """Raise UsageError for a prompt that is longer than the model's context."""
+    context = tokenizer([""]).shape[1]
+    padding = tokenizer([""], 2 * context).mode().values
     for text in prompts:
-        shorter = re.sub(r"\w\W*$", "", text)  # without its last letter
-        if shorter != text and torch.equal(tokenizer([text]), tokenizer([shorter])):
+        # a prompt that was cut has more tokens where there is room for them
+        kept, all_of_it = ((tokenizer([text], n) != padding).sum() for n in (context, 2 * context))
+        if kept < all_of_it:
             raise UsageError(f"the prompt {text[:40]!r}.. is too long: the model ignores its end")
+
+
+# Pillow's limit of 1 MB is less than the metadata (XMP, colour profiles) of Photoshop or Blender
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 def load_image(path: str | Path) -> np.ndarray:
@@ -224,7 +231,9 @@ def load_image(path: str | Path) -> np.ndarray:
             picture = picture.convert("RGBA")
             white = Image.new("RGBA", picture.size, "white")
             return np.array(Image.alpha_composite(white, picture).convert("RGB"))
-    except (OSError, Image.DecompressionBombError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # damaged files and bombs raise half a dozen kinds
         raise UsageError(f"{path} cannot be read as a picture: {first_line(error)}") from error
 
 
@@ -236,7 +245,7 @@ class LoadedCLIP:
     """A CLIP that is ready to embed."""
 
     model: Any  # open_clip's
-    tokenizer: Callable[[list[str]], torch.Tensor]  # its own: -> [B, context] int64
+    tokenizer: Callable[..., torch.Tensor]  # its own: ([B texts], context) -> [B, context] int64
     preprocess: nn.Module  # its own: [B, H, W, 3] uint8 -> [B, 3, h, w] float32, normalised
     device: torch.device
     dtype: torch.dtype  # of the image tower

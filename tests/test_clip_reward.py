@@ -17,9 +17,12 @@ import helpers
 import numpy as np
 import open_clip
 import pytest
+import tokenizers
 import torch
+import transformers
 from helpers import ROOT, MeanReward, PaintRenderer
-from PIL import Image
+from open_clip.tokenizer import HFTokenizer
+from PIL import Image, PngImagePlugin
 
 import clip_reward
 import sac_clip_humanoid as sac
@@ -178,6 +181,64 @@ def test_a_picture_is_read_as_a_viewer_shows_it(frames, tmp_path, monkeypatch):
     args.check_reward()
 
 
+@pytest.mark.parametrize("kind", ["iTXt", "zTXt", "iCCP", "eXIf", "JPEG"])
+def test_a_picture_with_megabytes_of_metadata_is_read(kind, tmp_path):
+    path, red = tmp_path / "goal.png", Image.new("RGB", (8, 6), "red")
+    info, many = PngImagePlugin.PngInfo(), 3 * 2**20
+    if kind == "iTXt":
+        info.add_itxt("XML:com.adobe.xmp", "x" * many, zip=True)
+    elif kind == "zTXt":
+        info.add_text("Comment", "x" * many, zip=True)
+    red.save(path, pnginfo=info, **{"icc_profile": bytes(many)} if kind == "iCCP" else {})
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "x" * (many if kind == "eXIf" else 60_000)
+    if kind == "eXIf":
+        red.save(path, exif=exif)
+    elif kind == "JPEG":
+        path = tmp_path / "goal.jpg"
+        red.save(path, exif=exif, icc_profile=bytes(many), quality=100)
+    pixels = clip_reward.load_image(path)
+    assert pixels.shape == ((8, 6, 3) if kind in ("eXIf", "JPEG") else (6, 8, 3))
+    assert np.abs(pixels - [255.0, 0, 0]).max() <= 2
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "CMYK", "YCbCr"])
+def test_a_picture_of_any_mode_is_read(frames, mode, tmp_path):
+    picture = Image.fromarray(frames[0]).convert(mode)
+    path = tmp_path / ("goal.jpg" if mode in ("CMYK", "YCbCr") else "goal.png")
+    picture.save(path, **{"quality": 100, "subsampling": 0} if path.suffix == ".jpg" else {})
+    difference = clip_reward.load_image(path) - np.array(picture.convert("RGB"), np.float64)
+    assert np.abs(difference).mean() < 2
+
+
+def test_clear_colours_are_white_and_of_an_animation_the_first_picture_counts(tmp_path):
+    palette = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint8), "P")
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    palette.save(tmp_path / "clear.png", transparency=1)
+    pixels = clip_reward.load_image(tmp_path / "clear.png")
+    assert pixels.tolist() == [[[255, 0, 0], [255] * 3], [[255] * 3, [255, 0, 0]]]
+    first, second = (Image.new("RGB", (5, 4), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / "two.gif", save_all=True, append_images=[second])
+    assert (clip_reward.load_image(tmp_path / "two.gif") == [255, 0, 0]).all()
+
+
+def test_a_picture_that_cannot_be_read_is_one_line(tmp_path):
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    for name in ("a.png", "a.jpg", "a.gif", "a.webp", "a.bmp"):
+        noise.save(tmp_path / name)
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    Image.new("1", (15_000, 15_000)).save(tmp_path / "bomb.png")
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Comment", "x" * 70 * 2**20, zip=True)
+    noise.save(tmp_path / "text.png", pnginfo=info)
+    for path in tmp_path.iterdir():
+        with pytest.raises(UsageError, match=f"^{path} cannot be read as a picture: .+") as error:
+            clip_reward.load_image(path)
+        assert "\n" not in str(error.value)
+
+
 def test_a_second_reward_of_the_same_clip_and_workers_without_words(tiny, frames):
     kept = set(tiny.model.state_dict())
     first, second = CLIPReward(tiny, TARGETS[:1]), CLIPReward(tiny, BASELINES[:1], alpha=0.0)
@@ -210,9 +271,51 @@ def test_bad_prompts(tiny, targets, baselines, alpha, message):
         CLIPReward(tiny, targets, baselines, alpha)
 
 
-@pytest.mark.parametrize("prompt", ["🤖", "→", "???", "a robot 🤖 →!", "робот", "a", "x" * 60])
-def test_prompts_of_any_signs_are_not_too_long(tiny, prompt):
-    CLIPReward(tiny, [prompt])
+WORDS = ["<pad>", "</s>", "<unk>", "<s>", *"abcdefghijklmnopqrstuvwxyz", "robot"]
+
+
+def save_tokenizer(folder, template="$A </s>", **settings):
+    """Write a Hugging Face tokenizer that knows WORDS."""
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = [(word, numbers[word]) for word in ("<s>", "</s>")]
+    processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    made.post_processor = processor
+    settings = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"} | settings
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **settings).save_pretrained(folder)
+
+
+TOKENIZERS = {  # name: what `save_tokenizer` gets, how many tokens it adds
+    "pads with the end, as SigLIP's": ({"pad_token": "</s>"}, 1),
+    "begins and ends, as RoBERTa's": ({"template": "<s> $A </s>"}, 2),
+    "pads at the left": ({"padding_side": "left"}, 1),
+    "adds nothing": ({"template": "$A"}, 0),
+}
+
+
+@pytest.mark.parametrize("kind", ["tiny_clip", "ViT-B-32", *TOKENIZERS])
+def test_a_prompt_is_too_long_exactly_if_its_end_is_cut_off(kind, tmp_path):
+    if kind in TOKENIZERS:
+        settings, added = TOKENIZERS[kind]
+        save_tokenizer(tmp_path, **settings)
+        tokenizer = HFTokenizer(tmp_path, context_length=16)
+        prompts = {f"{word} " * n: n + added for word in ("robot", "机器", "🤖") for n in range(30)}
+    else:
+        tokenizer = open_clip.get_tokenizer(TINY if kind == "tiny_clip" else kind)
+        prompts = ["🤖", "→", "???", "a robot 🤖 →!", "робот", "a", "x" * 60, "机器", "&amp;", ""]
+        prompts += [
+            sign * n for sign in ("🤖", "a ", "! ", "!", "机", "robot, ") for n in range(90)
+        ]
+        prompts = {prompt: len(tokenizer.encode(prompt)) + 2 for prompt in prompts}
+    context = tokenizer([""]).shape[1]
+    assert {context, context + 1} <= set(prompts.values()), "both sides of the limit are tried"
+    for prompt, tokens in prompts.items():
+        try:
+            clip_reward.check_lengths(tokenizer, [prompt])
+            assert tokens <= context, prompt
+        except UsageError as error:
+            assert tokens > context and "too long" in str(error), prompt
 
 
 # ------------------------------------------------------------------------------ preprocessing
