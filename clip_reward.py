@@ -20,7 +20,6 @@ import os
 import re
 import tempfile
 import time
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
@@ -37,7 +36,7 @@ os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # errors of flags sta
 import numpy as np
 import torch
 from annotated_types import Interval
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 from pydantic import AfterValidator, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -55,14 +54,31 @@ class RunError(RuntimeError):
     """Something that ends a run. The message is one line; exit code 1."""
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its repr if it has none."""
-    return next(iter(str(error).splitlines()), "")[:200] or repr(error)
+def shorten(text: str, width: int) -> str:
+    """Cut a text to `width` characters, between words unless the last one is long."""
+    return text if len(text) <= width else re.sub(r"\s\S{0,40}$", "", text[: width - 3]) + " .."
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's type and message in one line."""
-    return " ".join(traceback.format_exception_only(error)[-1].split())
+    """Return an exception's type and message in one line of at most about 400 characters, without
+    ANSI codes. Of a long message of several lines, each keeps its beginning: load_state_dict has
+    one line each for missing, unexpected and misshapen weights."""
+    lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).splitlines()
+    lines = [" ".join(line.split()) for line in lines if line.strip()]
+    # torch's advice and the traceback of another process stand above the line with the cause
+    causes = [
+        i for i, line in enumerate(lines) if re.match(r"(\S+ )?\S*(error|exception): ", line, re.I)
+    ]
+    lines = lines[max(causes, default=0) :]
+    if len(" ".join(lines)) > 300:
+        lines = [shorten(line, max(120, 300 // len(lines))) for line in lines]
+    return ": ".join([type(error).__name__, *filter(None, [shorten(" ".join(lines), 400)])])
+
+
+def first_line(error: BaseException) -> str:
+    """As `one_line`, without the type unless the message is a single word, as a KeyError's is."""
+    message = one_line(error).partition(": ")[2]
+    return message if " " in message else one_line(error)
 
 
 # ------------------------------------------------------------------------------ flags
@@ -87,15 +103,22 @@ def full_name(name: str) -> str:
 def render_size_of(name: str) -> int:
     """Return the frames' height and width in pixels that suit a model: "render_size" in the
     open_clip_config.json of its folder, otherwise 480, the paper's."""
-    config = model_folder(name) / "open_clip_config.json"
-    if not name.startswith("local-dir:") or not config.is_file():
-        return 480
+    folder = model_folder(name)
+    there = name.startswith("local-dir:") and (folder / "open_clip_config.json").is_file()
+    return read_config(folder)[0] if there else 480
+
+
+def read_config(folder: Path) -> tuple[int, str]:
+    """Return "render_size" and the name of the Hugging Face tokenizer, "" for none, from the
+    open_clip_config.json of a model's folder. Raises UsageError if it is damaged."""
+    path = folder / "open_clip_config.json"
     try:
-        return int(json.loads(config.read_text()).get("render_size", 480))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"--clip-model {name}: {config} is damaged: {first_line(error)}"
-        ) from error
+        config = json.loads(path.read_text())
+        text = config["model_cfg"]["text_cfg"]
+        return int(config.get("render_size", 480)), text.get("hf_tokenizer_name") or ""
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        problem = f"{path} is damaged: {first_line(error)}"
+        raise UsageError(f"--clip-model local-dir:{folder}: {problem}") from error
 
 
 ModelName = Annotated[str, AfterValidator(full_name)]
@@ -208,10 +231,17 @@ def check_prompts(targets: Sequence[str], baselines: Sequence[str], alpha: float
 
 def check_lengths(tokenizer: Callable, prompts: Sequence[str]) -> None:
     """Raise UsageError for a prompt that is longer than the model's context."""
+    context = tokenizer([""]).shape[1]
+    padding = tokenizer([""], 2 * context).mode().values
     for text in prompts:
-        shorter = re.sub(r"\w\W*$", "", text)  # without its last letter
-        if shorter != text and torch.equal(tokenizer([text]), tokenizer([shorter])):
+        # a prompt that was cut has more tokens where there is room for them
+        kept, all_of_it = ((tokenizer([text], n) != padding).sum() for n in (context, 2 * context))
+        if kept < all_of_it:
             raise UsageError(f"the prompt {text[:40]!r}.. is too long: the model ignores its end")
+
+
+# Pillow's limit of 1 MB is less than the metadata (XMP, colour profiles) of Photoshop or Blender
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 def load_image(path: str | Path) -> np.ndarray:
@@ -224,7 +254,9 @@ def load_image(path: str | Path) -> np.ndarray:
             picture = picture.convert("RGBA")
             white = Image.new("RGBA", picture.size, "white")
             return np.array(Image.alpha_composite(white, picture).convert("RGB"))
-    except (OSError, Image.DecompressionBombError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # damaged files and bombs raise half a dozen kinds
         raise UsageError(f"{path} cannot be read as a picture: {first_line(error)}") from error
 
 
@@ -236,7 +268,7 @@ class LoadedCLIP:
     """A CLIP that is ready to embed."""
 
     model: Any  # open_clip's
-    tokenizer: Callable[[list[str]], torch.Tensor]  # its own: -> [B, context] int64
+    tokenizer: Callable[..., torch.Tensor]  # its own: ([B texts], context) -> [B, context] int64
     preprocess: nn.Module  # its own: [B, H, W, 3] uint8 -> [B, 3, h, w] float32, normalised
     device: torch.device
     dtype: torch.dtype  # of the image tower
@@ -283,6 +315,40 @@ class Preprocess(nn.Module):
         return images.float() * self.scale + self.shift
 
 
+# the names of weights that open_clip looks for in a folder, the one that it prefers first
+WEIGHTS = (
+    "open_clip_model.safetensors open_clip_pytorch_model.safetensors open_clip_pytorch_model.bin "
+    "open_clip_pytorch_model.pth model.safetensors pytorch_model.bin pytorch_model.pth model.pth"
+).split()
+# without any of these transformers makes a tokenizer that knows no word
+VOCABULARIES = "tokenizer.json", "*.model", "vocab.txt", "merges.txt"
+
+
+def find_weights(folder: Path) -> str:
+    """Return the file of weights in a model's folder: the first of WEIGHTS, or else the only file
+    of another name, such as a training checkpoint, epoch_5.pt. Raises UsageError."""
+    files = (path for path in folder.glob("*") if path.is_file())
+    names = sorted(x.name for x in files if x.suffix in (".safetensors", ".bin", ".pth", ".pt"))
+    names = [name for name in WEIGHTS if name in names][:1] or names
+    if not names or not (folder / "open_clip_config.json").is_file():
+        problem = f"needs open_clip_config.json and {WEIGHTS[0]}"
+    elif len(names) > 1:
+        problem = f"has several files of weights, leave one: {shorten(', '.join(names), 200)}"
+    else:
+        return str(folder / names[0])
+    raise UsageError(f"--clip-model local-dir:{folder}: {folder.resolve()} {problem}")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise UsageError if a model's folder lacks the files of its Hugging Face tokenizer."""
+    _, name = read_config(folder)
+    kinds = ("tokenizer_config.json",), VOCABULARIES
+    missing = [kind[0] for kind in kinds if not any(any(folder.glob(file)) for file in kind)]
+    if name and missing:
+        problem = f"needs {' and '.join(missing)} of {name}, the tokenizer"
+        raise UsageError(f"--clip-model local-dir:{folder}: {folder.resolve()} {problem}")
+
+
 def resolve(name: str) -> tuple[str, str | None]:
     """Split a model's name into open_clip's model_name and tag (None for a folder or hf-hub).
 
@@ -292,10 +358,8 @@ def resolve(name: str) -> tuple[str, str | None]:
     name = full_name(name)
     if name.startswith("local-dir:"):
         folder = model_folder(name)
-        weights = any(folder.glob("open_clip*.safetensors")) or any(folder.glob("open_clip*.bin"))
-        if not (folder / "open_clip_config.json").is_file() or not weights:
-            wanted = "open_clip_config.json and open_clip_model.safetensors"
-            raise UsageError(f"--clip-model {name}: {folder.resolve()} needs {wanted}")
+        find_weights(folder)
+        check_tokenizer(folder)
         return f"local-dir:{folder}", None
     if name.startswith("hf-hub:"):
         return name, None
@@ -325,9 +389,9 @@ def ensure_downloaded(name: str) -> None:
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
         raise UsageError(
             f"cannot get the weights of {name}: {first_line(error)}; without network use "
-            "--clip-model tiny_clip (small, embedded, not zero-shot), or copy a model's "
-            "open_clip_config.json and open_clip_model.safetensors into a folder and use "
-            "--clip-model local-dir:FOLDER"
+            "--clip-model tiny_clip (small, embedded, not zero-shot), or copy a model's files, "
+            "which docs/troubleshooting.md lists, into a folder and use --clip-model "
+            "local-dir:FOLDER"
         ) from error
 
 
@@ -362,16 +426,28 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     create = functools.partial(
         open_clip.create_model, arch, tag, require_pretrained=True, **options
     )
-    with one_at_a_time():
+    # open_clip alone would ignore a .pt file, and choose among several without asking
+    ours = mock.patch("open_clip.factory._find_checkpoint_in_dir", find_weights)
+    with one_at_a_time(), ours:
         try:
             with weights_in_their_file():
                 model = create()
             if any(weight.is_meta for weight in model.parameters()):
                 model = create()  # weights that are no state_dict, but arrays in an .npz file
             tokenizer = open_clip.get_tokenizer(arch)
+            tokenizer([""])  # whether it can
         except Exception as error:  # a configuration that fits no code, weights that fit no model
-            problem = f"--clip-model {name} cannot be loaded: {first_line(error)}"
-            raise UsageError(problem) from error
+            problem = first_line(error)
+            held = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+            if held and arch.startswith("local-dir:"):
+                file = find_weights(model_folder(name))
+                fit = Path(file).with_name("open_clip_pytorch_model.bin")
+                problem = (
+                    f"{file} holds {held[1]} beside the weights, and only weights are read; if "
+                    'you trust the file, keep its weights alone: python -c "import torch; torch.'
+                    f"save(torch.load('{file}', weights_only=False)['state_dict'], '{fit}')\""
+                )
+            raise UsageError(f"--clip-model {name} cannot be loaded: {problem}") from error
         model.eval().requires_grad_(False)
         preprocess = Preprocess(open_clip.get_model_preprocess_cfg(model)).to(device)
         visual = model.visual

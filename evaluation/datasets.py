@@ -4,6 +4,7 @@ Pictures are not part of it: a picture is a function of a state, drawn when it i
 person's labels and all results are in the folder of the same name, data/kneeling/.
 """
 
+import codecs
 import csv
 import io
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from clip_reward import UsageError, first_line
+from clip_reward import UsageError, first_line, shorten
 from environments.classic import CLASSIC_STATE_SIZES
 from environments.judges import task_for
 from evaluation.runs import Own, args_of, rollout, script_of, state_size
@@ -144,16 +145,33 @@ LABEL_COLUMNS = ["dataset", "unit", "index", "task", "label"]
 
 
 def label_rows(path):
-    """Read a file of labels -> columns, rows {column: value}. Raises OSError, or UsageError if it
-    is not a CSV file with LABEL_COLUMNS."""
+    """Read a file of labels, also one that a spreadsheet has saved (docs/labels.md) -> columns,
+    {line: {column: value}}. Raises OSError, or UsageError if it is not a CSV file with
+    LABEL_COLUMNS."""
+    data, line, table = Path(path).read_bytes(), 1, {}
+    utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(file, restval="")
-            columns, rows = reader.fieldnames or [], list(reader)
-        if not set(LABEL_COLUMNS) <= set(columns):
-            raise ValueError(f"the columns must include {','.join(LABEL_COLUMNS)}")
-    except (ValueError, csv.Error) as error:
-        raise UsageError(f"{path}: not labels: {error}") from error
+        text = data.decode("utf-16" if utf_16 else "utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("cp1252", "replace")  # Excel's in western Europe
+    head = next(filter(str.strip, text.splitlines()), "")
+    form = {"delimiter": max(",;\t", key=head.count), "skipinitialspace": True, "strict": True}
+    try:
+        for cells in (reader := csv.reader(io.StringIO(text, newline=""), **form)):
+            table[line] = [cell.strip() for cell in cells]
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UsageError(f"{path}, line {line}: not labels: {error} in its cells") from error
+    (line, header), *rows = [(n, cells) for n, cells in table.items() if any(cells)] or [(1, [])]
+    header, wanted = [name.lower() for name in header], ",".join(LABEL_COLUMNS)
+    if not set(LABEL_COLUMNS) <= set(header):
+        problem = f"the columns must include {wanted}, not {shorten(head, 80)!r}"
+        raise UsageError(f"{path}, line {line}: not labels: {problem}")
+    columns = list(dict.fromkeys(header))
+    rows = {line: dict.fromkeys(columns, "") | dict(zip(header, cells)) for line, cells in rows}
+    for line, row in rows.items():
+        if not all(row[column] for column in LABEL_COLUMNS):
+            raise UsageError(f"{path}, line {line}: not labels: {wanted} must all have a value")
     return columns, rows
 
 
@@ -163,7 +181,7 @@ def read_labels(path, dataset, task):
     row that cannot be used."""
     there = {"frame": range(len(dataset)), "episode": set(dataset.episode.tolist())}
     labels = {"frame": {}, "episode": {}}
-    for line, row in enumerate(label_rows(path)[1], 2):
+    for line, row in label_rows(path)[1].items():
         name, unit, index, about, label = (row[column] for column in LABEL_COLUMNS)
         if (name, about) != (dataset.path.stem, task):
             continue

@@ -67,10 +67,10 @@ class Session:
                 del self.answers[last]
 
     def _save(self, index, label):
-        columns, rows = label_rows(self.path) if self.path.exists() else (LABEL_COLUMNS, [])
+        columns, rows = label_rows(self.path) if self.path.exists() else (LABEL_COLUMNS, {})
         values = (self.dataset.path.stem, self.unit, str(index), self.task.name)
         ours = dict(zip(LABEL_COLUMNS, values))
-        rows = [row for row in rows if ours.items() - row.items()]
+        rows = [row for row in rows.values() if ours.items() - row.items()]
         rows += [] if label is None else [ours | {"label": int(label)}]
         write_csv(self.path, columns, rows)
 

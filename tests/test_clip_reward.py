@@ -1,5 +1,6 @@
 """The reward's numbers, the models and their preprocessing, against independent computations."""
 
+import argparse
 import concurrent.futures
 import copy
 import functools
@@ -17,9 +18,13 @@ import helpers
 import numpy as np
 import open_clip
 import pytest
+import safetensors.torch
+import tokenizers
 import torch
+import transformers
 from helpers import ROOT, MeanReward, PaintRenderer
-from PIL import Image
+from open_clip.tokenizer import HFTokenizer
+from PIL import Image, PngImagePlugin
 
 import clip_reward
 import sac_clip_humanoid as sac
@@ -178,6 +183,64 @@ def test_a_picture_is_read_as_a_viewer_shows_it(frames, tmp_path, monkeypatch):
     args.check_reward()
 
 
+@pytest.mark.parametrize("kind", ["iTXt", "zTXt", "iCCP", "eXIf", "JPEG"])
+def test_a_picture_with_megabytes_of_metadata_is_read(kind, tmp_path):
+    path, red = tmp_path / "goal.png", Image.new("RGB", (8, 6), "red")
+    info, many = PngImagePlugin.PngInfo(), 3 * 2**20
+    if kind == "iTXt":
+        info.add_itxt("XML:com.adobe.xmp", "x" * many, zip=True)
+    elif kind == "zTXt":
+        info.add_text("Comment", "x" * many, zip=True)
+    red.save(path, pnginfo=info, **{"icc_profile": bytes(many)} if kind == "iCCP" else {})
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "x" * (many if kind == "eXIf" else 60_000)
+    if kind == "eXIf":
+        red.save(path, exif=exif)
+    elif kind == "JPEG":
+        path = tmp_path / "goal.jpg"
+        red.save(path, exif=exif, icc_profile=bytes(many), quality=100)
+    pixels = clip_reward.load_image(path)
+    assert pixels.shape == ((8, 6, 3) if kind in ("eXIf", "JPEG") else (6, 8, 3))
+    assert np.abs(pixels - [255.0, 0, 0]).max() <= 2
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "CMYK", "YCbCr"])
+def test_a_picture_of_any_mode_is_read(frames, mode, tmp_path):
+    picture = Image.fromarray(frames[0]).convert(mode)
+    path = tmp_path / ("goal.jpg" if mode in ("CMYK", "YCbCr") else "goal.png")
+    picture.save(path, **{"quality": 100, "subsampling": 0} if path.suffix == ".jpg" else {})
+    difference = clip_reward.load_image(path) - np.array(picture.convert("RGB"), np.float64)
+    assert np.abs(difference).mean() < 2
+
+
+def test_clear_colours_are_white_and_of_an_animation_the_first_picture_counts(tmp_path):
+    palette = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint8), "P")
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    palette.save(tmp_path / "clear.png", transparency=1)
+    pixels = clip_reward.load_image(tmp_path / "clear.png")
+    assert pixels.tolist() == [[[255, 0, 0], [255] * 3], [[255] * 3, [255, 0, 0]]]
+    first, second = (Image.new("RGB", (5, 4), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / "two.gif", save_all=True, append_images=[second])
+    assert (clip_reward.load_image(tmp_path / "two.gif") == [255, 0, 0]).all()
+
+
+def test_a_picture_that_cannot_be_read_is_one_line(tmp_path):
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    for name in ("a.png", "a.jpg", "a.gif", "a.webp", "a.bmp"):
+        noise.save(tmp_path / name)
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    Image.new("1", (15_000, 15_000)).save(tmp_path / "bomb.png")
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Comment", "x" * 70 * 2**20, zip=True)
+    noise.save(tmp_path / "text.png", pnginfo=info)
+    for path in tmp_path.iterdir():
+        with pytest.raises(UsageError, match=f"^{path} cannot be read as a picture: .+") as error:
+            clip_reward.load_image(path)
+        assert "\n" not in str(error.value)
+
+
 def test_a_second_reward_of_the_same_clip_and_workers_without_words(tiny, frames):
     kept = set(tiny.model.state_dict())
     first, second = CLIPReward(tiny, TARGETS[:1]), CLIPReward(tiny, BASELINES[:1], alpha=0.0)
@@ -210,9 +273,51 @@ def test_bad_prompts(tiny, targets, baselines, alpha, message):
         CLIPReward(tiny, targets, baselines, alpha)
 
 
-@pytest.mark.parametrize("prompt", ["🤖", "→", "???", "a robot 🤖 →!", "робот", "a", "x" * 60])
-def test_prompts_of_any_signs_are_not_too_long(tiny, prompt):
-    CLIPReward(tiny, [prompt])
+WORDS = ["<pad>", "</s>", "<unk>", "<s>", *"abcdefghijklmnopqrstuvwxyz", "robot"]
+
+
+def save_tokenizer(folder, template="$A </s>", **settings):
+    """Write a Hugging Face tokenizer that knows WORDS."""
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = [(word, numbers[word]) for word in ("<s>", "</s>")]
+    processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    made.post_processor = processor
+    settings = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"} | settings
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **settings).save_pretrained(folder)
+
+
+TOKENIZERS = {  # name: what `save_tokenizer` gets, how many tokens it adds
+    "pads with the end, as SigLIP's": ({"pad_token": "</s>"}, 1),
+    "begins and ends, as RoBERTa's": ({"template": "<s> $A </s>"}, 2),
+    "pads at the left": ({"padding_side": "left"}, 1),
+    "adds nothing": ({"template": "$A"}, 0),
+}
+
+
+@pytest.mark.parametrize("kind", ["tiny_clip", "ViT-B-32", *TOKENIZERS])
+def test_a_prompt_is_too_long_exactly_if_its_end_is_cut_off(kind, tmp_path):
+    if kind in TOKENIZERS:
+        settings, added = TOKENIZERS[kind]
+        save_tokenizer(tmp_path, **settings)
+        tokenizer = HFTokenizer(tmp_path, context_length=16)
+        prompts = {f"{word} " * n: n + added for word in ("robot", "机器", "🤖") for n in range(30)}
+    else:
+        tokenizer = open_clip.get_tokenizer(TINY if kind == "tiny_clip" else kind)
+        prompts = ["🤖", "→", "???", "a robot 🤖 →!", "робот", "a", "x" * 60, "机器", "&amp;", ""]
+        prompts += [
+            sign * n for sign in ("🤖", "a ", "! ", "!", "机", "robot, ") for n in range(90)
+        ]
+        prompts = {prompt: len(tokenizer.encode(prompt)) + 2 for prompt in prompts}
+    context = tokenizer([""]).shape[1]
+    assert {context, context + 1} <= set(prompts.values()), "both sides of the limit are tried"
+    for prompt, tokens in prompts.items():
+        try:
+            clip_reward.check_lengths(tokenizer, [prompt])
+            assert tokens <= context, prompt
+        except UsageError as error:
+            assert tokens > context and "too long" in str(error), prompt
 
 
 # ------------------------------------------------------------------------------ preprocessing
@@ -323,6 +428,162 @@ def test_a_damaged_folder_is_one_line(damage, tmp_path):
     with pytest.raises(UsageError, match=rf"^--clip-model local-dir:{tmp_path}\b.+") as error:
         load_clip(f"local-dir:{tmp_path}")
     assert "\n" not in str(error.value)
+
+
+def model_folder(folder, weights=None, config=None, file="open_clip_model.safetensors"):
+    """Write a folder like tiny_clip with other weights, another configuration, other files."""
+    folder.mkdir(exist_ok=True)
+    values = config or json.loads((ROOT / "tiny_clip/open_clip_config.json").read_text())
+    (folder / "open_clip_config.json").write_text(json.dumps(values))
+    weights = tiny_weights() if weights is None else weights
+    if file.endswith(".safetensors"):
+        safetensors.torch.save_file(weights, folder / file)
+    else:
+        torch.save(weights, folder / file)
+    return f"local-dir:{folder}"
+
+
+def tiny_weights():
+    return safetensors.torch.load_file(ROOT / "tiny_clip/open_clip_model.safetensors")
+
+
+def trained(prefix="module.", **others):
+    """What open_clip's training saves, from several GPUs."""
+    weights = {prefix + name: weight for name, weight in tiny_weights().items()}
+    return {"epoch": 5, "name": "mine", "state_dict": weights, "optimizer": {"lr": 0.1}} | others
+
+
+def refused(name):
+    """-> why a model cannot be loaded, which is one line without ANSI codes."""
+    with pytest.raises(UsageError) as error:
+        load_clip(name)
+    assert str(error.value).isprintable()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "file, prefix",
+    [
+        *[("epoch_5.pt", "module."), ("epoch_latest.pt", ""), ("mine.pth", "module.")],
+        *[("mine.bin", ""), ("mine.safetensors", None), ("model.safetensors", None)],
+    ],
+)
+def test_a_folder_s_only_file_of_weights_is_loaded_by_any_name(
+    tiny, file, prefix, tmp_path, caplog
+):
+    name = model_folder(tmp_path, None if prefix is None else trained(prefix), file=file)
+    RewardArgs(target_prompt=("words",), clip_model=name).check_reward()
+    ours, theirs = load_clip(name).model.state_dict(), tiny.model.state_dict()
+    assert ours.keys() == theirs.keys() and not caplog.records
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_of_several_files_the_one_that_open_clip_prefers_or_none(tiny, tmp_path):
+    for epoch in range(100):
+        (tmp_path / f"epoch_{epoch}.pt").write_bytes(b"")
+    name = model_folder(tmp_path, {"state_dict": {}}, file="epoch_5.pt")
+    said = refused(name)
+    assert "several files of weights" in said and "epoch_0.pt, epoch_1.pt, " in said
+    assert len(said) < 400
+    with pytest.raises(UsageError, match="several files of weights"):
+        RewardArgs(target_prompt=("words",), clip_model=name).check_reward()
+    model_folder(tmp_path, {}, file="pytorch_model.bin")
+    model_folder(tmp_path, {}, file="another.safetensors")
+    model_folder(tmp_path, trained(), file="open_clip_pytorch_model.bin")
+    folder = tmp_path / "open_clip_pytorch_model.bin"
+    assert open_clip.factory._find_checkpoint_in_dir(tmp_path) == str(folder)
+    ours, theirs = load_clip(name).model.state_dict(), tiny.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def without(*names):
+    return {name: weight for name, weight in tiny_weights().items() if name not in names}
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    wide = json.loads((ROOT / "tiny_clip/open_clip_config.json").read_text())
+    wide["model_cfg"]["embed_dim"] = 32
+    said = refused(model_folder(tmp_path / "wide", config=wide))
+    assert "size mismatch for text_projection: " in said and "[64, 64]" in said
+    said = refused(model_folder(tmp_path / "missing", without("logit_scale")))
+    assert said.endswith('Missing key(s) in state_dict: "logit_scale".')
+    said = refused(model_folder(tmp_path / "more", tiny_weights() | {"extra": torch.ones(1)}))
+    assert said.endswith('Unexpected key(s) in state_dict: "extra".')
+    other = {f"model.{name}": weight for name, weight in tiny_weights().items()}
+    other |= {"text_projection": torch.ones(3, 3), "logit_scale": torch.ones(())}
+    said = refused(model_folder(tmp_path / "other", other, file="epoch_1.pt"))
+    assert "Missing key(s) in state_dict: " in said and "Unexpected key(s) in state_dict: " in said
+    assert '"positional_embedding", ' in said and '"model.' in said
+    assert "size mismatch for text_projection: " in said and len(said) < 500
+
+
+@pytest.mark.parametrize("file", ["epoch_5.pt", "open_clip_pytorch_model.bin"])
+def test_a_checkpoint_with_its_flags_inside_says_how_to_keep_its_weights(tiny, file, tmp_path):
+    name = model_folder(tmp_path, trained(args=argparse.Namespace(lr=1)), file=file)
+    said = refused(name)
+    assert f"{tmp_path / file} holds argparse.Namespace" in said and "trust" in said
+    code = said[said.index('python -c "') :].split('"')[1]
+    subprocess.run([sys.executable, "-c", code], check=True)
+    ours, theirs = load_clip(name).model.state_dict(), tiny.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("content", [b"", b"not weights", b"<html>404</html>" * 99, [1, 2], {}])
+def test_a_file_that_holds_no_weights_is_one_line(content, tmp_path):
+    name = model_folder(tmp_path, content, file="epoch_5.pt")
+    if isinstance(content, bytes):
+        (tmp_path / "epoch_5.pt").write_bytes(content)
+    said = refused(name)
+    assert said.startswith(f"--clip-model {name} cannot be loaded: ") and len(said) < 500
+    assert "two options" not in said, "torch's advice is not the cause"
+
+
+def test_a_tokenizer_beside_the_weights_is_used_and_what_it_lacks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = json.loads((ROOT / "tiny_clip/open_clip_config.json").read_text())
+    config["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "timm/ViT-B-16-SigLIP"
+    name = model_folder(tmp_path, config=config)
+    both = "tokenizer_config.json", "tokenizer.json"
+    assert f"{tmp_path} needs {' and '.join(both)} of timm/ViT-B-16-SigLIP" in refused(name)
+    save_tokenizer(tmp_path)
+    clip = load_clip(name)
+    assert clip.tokenizer(["a robot"])[0].tolist() == [4, WORDS.index("robot"), 1, *[0] * 29]
+    assert CLIPReward(clip, ["a robot"]).g.norm().item() == pytest.approx(1, abs=1e-5)
+    for file in both:
+        content = (tmp_path / file).read_text()
+        (tmp_path / file).unlink()
+        assert f"{tmp_path} needs {file} of timm/ViT-B-16-SigLIP" in refused(name)
+        with pytest.raises(UsageError, match=file):
+            RewardArgs(target_prompt=("words",), clip_model=name).check_reward()
+        (tmp_path / file).write_text(content[: len(content) // 2])
+        assert "cannot be loaded: " in refused(name)
+        (tmp_path / file).write_text(content)
+    save_tokenizer(tmp_path, pad_token=None)
+    assert "padding token" in refused(name)
+
+
+def test_an_error_in_one_line_keeps_its_cause():
+    def both(error):
+        lines = clip_reward.first_line(error), clip_reward.one_line(error)
+        assert all(line.isprintable() and len(line) < 450 for line in lines)
+        return lines
+
+    assert both(ValueError("no such thing")) == ("no such thing", "ValueError: no such thing")
+    assert both(KeyError("actor")) == ("KeyError: 'actor'",) * 2
+    assert both(StopIteration()) == ("StopIteration",) * 2
+    assert both(ValueError("\n")) == ("ValueError",) * 2
+    assert both(ValueError("\x1b[1mone\x1b[0m\n\n  two"))[0] == "one two"
+    try:
+        exec("import os\nos.kill(")
+    except SyntaxError as error:
+        assert both(error)[0] == "'(' was never closed (<string>, line 2)"
+    there = "Traceback (most recent call last):\n  File 'x', line 1\nValueError: the cause"
+    assert both(RuntimeError(f"ray::f()\n{there}"))[0] == "ValueError: the cause"
+    said, _ = both(OSError("a word " * 100))
+    assert said.endswith("word ..") or said.endswith("a ..")
+    assert both(OSError(f"no {'x' * 999}"))[0].startswith("no xxx")
+    said, _ = both(RuntimeError("head:\n" + "\n".join(f"{k}: " + "word " * 99 for k in "abc")))
+    assert all(f" {k}: word word" in said for k in "abc")
 
 
 def test_a_folder_beside_the_scripts_and_a_precision_that_does_not_exist(monkeypatch, tmp_path):

@@ -808,6 +808,64 @@ def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     assert not cart.with_suffix("").exists() and not reach.with_suffix("").exists()
 
 
+LABELS = """\
+dataset,unit,index,task,label,note
+cart,frame,0,cartpole,1,schief é
+cart,frame,3,cartpole,0,
+"""
+SAVED = {  # by a spreadsheet: as what
+    "UTF-8 with a BOM": LABELS.encode("utf-8-sig"),
+    "Unicode text": LABELS.replace(",", "\t").replace("\n", "\r\n").encode("utf-16"),
+    "semicolons": LABELS.replace(",", ";").replace("schief", "a, b, c, d, e, f, g").encode(),
+    "tabs": LABELS.replace(",", "\t").encode(),
+    "CRLF": LABELS.replace("\n", "\r\n").encode(),
+    "CR": LABELS.replace("\n", "\r").encode(),
+    "blank lines": f"\n  \n{LABELS}\n,,,,,\n\n".replace("\ncart", "\n\ncart").encode(),
+    "empty columns": LABELS.replace("\n", ",,,\n").encode(),
+    "every cell quoted": "".join(
+        ";".join(f'"{cell}"' for cell in line.split(",")) + "\r\n" for line in LABELS.splitlines()
+    ).encode("utf-8-sig"),
+    "a note of two lines": LABELS.replace("schief é", '"first, ""so""\nthen"').encode(),
+    "Windows' western European": LABELS.replace("schief", "5 €").encode("cp1252"),
+    "spaces": LABELS.replace(",", " ,  ").replace("cartpole", "\u00a0cartpole").encode(),
+    "capitals": LABELS.replace("dataset,unit", "Dataset,UNIT").encode(),
+    "columns in another order": b"label,task,index,unit,dataset\n1,cartpole,0,frame,cart\n"
+    b"0,cartpole,3,frame,cart\n",
+    "no end of the last line": LABELS.strip().encode(),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_labels_that_a_spreadsheet_saved_are_read(cart, kind, tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_bytes(SAVED[kind])
+    labels = datasets.read_labels(path, datasets.load_dataset(cart), "cartpole")
+    assert labels == {"frame": {0: True, 3: False}, "episode": {}}
+
+
+@pytest.mark.parametrize(
+    "content, line, said",
+    [
+        (b"", 1, "the columns must include dataset,unit,index,task,label, not ''"),
+        (b"PK\x03\x04\x14\0\x06\0 a workbook", 1, "the columns must include dataset,unit"),
+        (b"\ncart,frame,0,cartpole,1\n", 2, "not 'cart,frame,0,cartpole,1'"),
+        ((LABELS + "\ncart,frame\n").encode(), 5, "dataset,unit,index,task,label must all have"),
+        ((LABELS + "cart;frame;4;cartpole;1\n").encode(), 4, "must all have a value"),
+        ((LABELS + 'cart,frame,4,cartpole,1,"note\n' + LABELS).encode(), 4, "end of data"),
+        ((LABELS + "\ncart,frame,4,cartpole,yes\n").encode("utf-8-sig"), 5, "and 0 or 1: frame 4"),
+        (LABELS.replace("schief é", '"\n\n"').replace("3", "x").encode(), 5, "a frame or episode"),
+    ],
+)
+def test_labels_that_cannot_be_read_name_their_line(cart, content, line, said, tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        datasets.read_labels(path, datasets.load_dataset(cart), "cartpole")
+    message = str(error.value)
+    assert message.startswith(f"{path}, line {line}: not ") and said in message
+    assert message.isprintable() and len(message) < len(str(path)) + 250
+
+
 def test_a_sheet_of_what_nobody_labelled_has_states_alone(cart, tmp_path):
     rows = [("cart", "episode", 3, "cartpole", 1)]
     labels = write_labels(tmp_path / "labels.csv", rows)

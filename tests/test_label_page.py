@@ -97,6 +97,25 @@ def test_every_answer_is_in_the_file_and_the_next_session_goes_on(frames, tmp_pa
     assert list(tmp_path.iterdir()) == [path]  # no temporary files
 
 
+def test_the_page_goes_on_with_a_file_that_a_spreadsheet_saved(frames, tmp_path):
+    """Rows on others and notes are kept, in the page's own form."""
+    path = tmp_path / "labels.csv"
+    rows = ["Dataset;unit;index;task;label;note", "cartpole;frame;0;cartpole;1;Größe, 5 €"]
+    path.write_bytes(
+        "\r\n".join([*rows, "other;frame;9;kneeling;0;", "", ";;;;;"]).encode("cp1252")
+    )
+    session = make_session(frames, path)
+    assert session.answers == {0: True}
+    index = current(session)
+    session.answer(index, False)
+    with open(path, newline="", encoding="utf-8") as file:
+        columns, *rows = csv.reader(file)
+    assert columns == [*COLUMNS, "note"]
+    assert rows[0] == ["cartpole", "frame", "0", "cartpole", "1", "Größe, 5 €"]
+    assert rows[1] == ["other", "frame", "9", "kneeling", "0", ""]
+    assert rows[2:] == [["cartpole", "frame", str(index), "cartpole", "0", ""]]
+
+
 def test_skipped_units_come_last_and_can_be_taken_back(frames, tmp_path):
     session = make_session(frames, tmp_path / "labels.csv", count=3, order=True)
     session.answer(0, None)

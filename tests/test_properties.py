@@ -32,9 +32,11 @@ class Words(torch.nn.Module):
         return torch.tensor(np.stack([self.known[chr(row[0])] for row in tokens]))
 
 
-def tokenizer(words):
-    """Two letters of each."""
-    return torch.tensor([[ord(letter) for letter in word.ljust(2)[:2]] for word in words])
+def tokenizer(words, context=2):
+    """The first letters of each."""
+    return torch.tensor(
+        [[ord(letter) for letter in word.ljust(context)[:context]] for word in words]
+    )
 
 
 def reward_of(targets, baselines, alpha):

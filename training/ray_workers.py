@@ -22,7 +22,7 @@ def connect_to_ray():
             ray.init(logging_level="error", log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = "the address is RAY_ADDRESS, or was left by `ray start` (`ray stop` removes it)"
-            raise UsageError(f"--reward-devices ray: {error}; {where}") from error
+            raise UsageError(f"--reward-devices ray: {first_line(error)}; {where}") from error
     while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():
         run.warn("the Ray cluster has neither GPU nor CPU yet; waiting for its first node")
         time.sleep(10)

@@ -406,8 +406,7 @@ class Run:
                     state = state | {"param_groups": part.state_dict()["param_groups"]}
                 part.load_state_dict(state)
         except (KeyError, RuntimeError) as error:
-            problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            problem = " ".join(problem.split())[:300]
+            problem = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
             raise UsageError(
                 f"the checkpoint does not fit these flags or networks: {problem}"
             ) from error
