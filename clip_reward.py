@@ -75,7 +75,7 @@ def one_line(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *filter(None, [shorten(" ".join(lines), 400)])])
 
 
-def first_line(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """As `one_line`, without the type unless the message is a single word, as a KeyError's is."""
     message = one_line(error).partition(": ")[2]
     return message if " " in message else one_line(error)
@@ -117,7 +117,7 @@ def read_config(folder: Path) -> tuple[int, str]:
         text = config["model_cfg"]["text_cfg"]
         return int(config.get("render_size", 480)), text.get("hf_tokenizer_name") or ""
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        problem = f"{path} is damaged: {first_line(error)}"
+        problem = f"{path} is damaged: {message_of(error)}"
         raise UsageError(f"--clip-model local-dir:{folder}: {problem}") from error
 
 
@@ -215,7 +215,7 @@ def cuda_devices() -> list[str]:
         if count:
             torch.cuda.init()
     except RuntimeError as error:
-        cause = f"the CUDA driver does not start ({first_line(error)})"
+        cause = f"the CUDA driver does not start ({message_of(error)})"
         raise UsageError(f"{count} GPUs, but {cause}; without: --reward-devices cpu") from error
     return [f"cuda:{i}" for i in range(count)]
 
@@ -257,7 +257,7 @@ def load_image(path: str | Path) -> np.ndarray:
     except UsageError:
         raise
     except Exception as error:  # damaged files and bombs raise half a dozen kinds
-        raise UsageError(f"{path} cannot be read as a picture: {first_line(error)}") from error
+        raise UsageError(f"{path} cannot be read as a picture: {message_of(error)}") from error
 
 
 # ------------------------------------------------------------------------------ loading CLIP
@@ -388,7 +388,7 @@ def ensure_downloaded(name: str) -> None:
         open_clip.download_pretrained(open_clip.get_pretrained_cfg(arch, tag) if tag else hub)
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
         raise UsageError(
-            f"cannot get the weights of {name}: {first_line(error)}; without network use "
+            f"cannot get the weights of {name}: {message_of(error)}; without network use "
             "--clip-model tiny_clip (small, embedded, not zero-shot), or copy a model's files, "
             "which docs/troubleshooting.md lists, into a folder and use --clip-model "
             "local-dir:FOLDER"
@@ -437,7 +437,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
             tokenizer = open_clip.get_tokenizer(arch)
             tokenizer([""])  # whether it can
         except Exception as error:  # a configuration that fits no code, weights that fit no model
-            problem = first_line(error)
+            problem = message_of(error)
             held = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
             if held and arch.startswith("local-dir:"):
                 file = find_weights(model_folder(name))

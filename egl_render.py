@@ -28,7 +28,7 @@ import numpy as np
 from annotated_types import Interval
 from pydantic.dataclasses import dataclass
 
-from clip_reward import UsageError, first_line, one_line
+from clip_reward import UsageError, message_of, one_line
 
 if TYPE_CHECKING:
     import mujoco
@@ -118,7 +118,7 @@ def quiet_mujoco() -> None:
         import mujoco
     except Exception as error:  # half a dozen kinds, by library
         where = f"MUJOCO_GL is {os.environ.get('MUJOCO_GL', 'not set')}"
-        raise UsageError(f"mujoco cannot be imported ({first_line(error)}); {where}") from error
+        raise UsageError(f"mujoco cannot be imported ({message_of(error)}); {where}") from error
 
     mujoco.set_mju_user_warning(
         lambda text: None if "deprecated" in text else print(f"MuJoCo: {text}", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from clip_reward import UsageError, first_line, shorten
+from clip_reward import UsageError, message_of, shorten
 from environments.classic import CLASSIC_STATE_SIZES
 from environments.judges import task_for
 from evaluation.runs import Own, args_of, rollout, script_of, state_size
@@ -79,7 +79,7 @@ def load_dataset(path, own=None) -> Dataset:
             raise ValueError("no states, or NaN or infinity among them")
         data = Dataset(saved, made, **columns, path=path)
     except Exception as error:  # unpacking alone raises half a dozen kinds
-        problem = f"missing, damaged or not what eval_epic.py collect makes: {first_line(error)}"
+        problem = f"missing, damaged or not what eval_epic.py collect makes: {message_of(error)}"
         raise UsageError(f"{path}: {problem}") from error
     data.args = args_of(saved, path, own or Own())
     size = state_size(data.args, path)

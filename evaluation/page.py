@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from urllib.parse import quote
 
-from clip_reward import UsageError, first_line
+from clip_reward import UsageError, message_of
 from environments import judges
 from reward_head import without_hash
 from training.run import CURVES, saved_flags, write
@@ -83,7 +83,7 @@ def write_page(folder):
             success += ["--judge", judge or "FILE.py:FUNCTION"]
         seen = list(films(folder))
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{folder} is damaged: {first_line(error)}") from error
+        raise UsageError(f"{folder} is damaged: {message_of(error)}") from error
     texts = folder.name, goal, shlex.join(resume), shlex.join(success), json.dumps(flags, indent=1)
     name, goal, resume, success, flags = (html.escape(text) for text in texts)
     page = [

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
-from clip_reward import Scorer, UsageError, first_line
+from clip_reward import Scorer, UsageError, message_of
 from environments import judges
 from environments.classic import CLASSIC_STATE_SIZES
 from training.run import checkpoints, load_checkpoint, make_args, saved_flags
@@ -47,7 +47,7 @@ def find_script(name, own, where):
         if not path.samefile(script.__file__):
             raise ImportError(f"{script.__file__} has the same name; rename the copy")
     except Exception as error:  # whatever somebody's file raises
-        raise UsageError(f"--script {path}: {first_line(error)}") from error
+        raise UsageError(f"--script {path}: {message_of(error)}") from error
     return script
 
 
@@ -128,7 +128,7 @@ def load_policy(path, args, observation_space, action_space):
         network.load_state_dict(saved["q_network" if "q_network" in saved else "actor"])
         return network, int(saved["global_step"])
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise UsageError(f"{path} is not a checkpoint of this run: {first_line(error)}") from error
+        raise UsageError(f"{path} is not a checkpoint of this run: {message_of(error)}") from error
 
 
 @torch.no_grad()

@@ -564,7 +564,7 @@ def test_a_tokenizer_beside_the_weights_is_used_and_what_it_lacks_is_named(tmp_p
 
 def test_an_error_in_one_line_keeps_its_cause():
     def both(error):
-        lines = clip_reward.first_line(error), clip_reward.one_line(error)
+        lines = clip_reward.message_of(error), clip_reward.one_line(error)
         assert all(line.isprintable() and len(line) < 450 for line in lines)
         return lines
 

@@ -272,5 +272,5 @@ def test_a_task_that_draws_itself_trains_with_its_goal_and_its_own_success(tmp_p
 def test_an_error_of_render_in_two_environments_ends_the_run_in_one_line(tmp_path):
     done = train("LostLater", tmp_path, code=1)
     assert done.stderr.splitlines()[-1].startswith(
-        "error: the environment failed: peoples_tasks.ContextLost: the GL context is lost"
+        "error: the environment failed: ContextLost: the GL context is lost"
     )

@@ -44,7 +44,7 @@ def test_two_goals_give_two_pictures(package, task, goals):
         pictures.append(info["frames"].astype(int))
         assert pictures[-1].std() > 10, "it is not black"
     for one, other in zip(pictures, pictures[1:]):
-        assert (np.abs(one - other).max(-1) > 40).sum() > 8 or not goals
+        assert (np.abs(one - other).max(-1) > 40).sum() > 4 or not goals
     env.close()
 
 
@@ -61,7 +61,7 @@ def test_it_trains_and_is_judged_by_its_own_success(package, task, goals, tmp_pa
     own = package != "Box2D"
     assert ("charts/success_rate" in values) == own
     if own:
-        command = "success", "--run", only_run(tmp_path), "--episodes", 4
+        command = "success", "--run", only_run(tmp_path), "--env-id", env_id, "--episodes", 4
         judged = run(ROOT / "eval_epic.py", *command)
         assert "success: The environment says so" in judged.stdout
 

@@ -5,7 +5,7 @@ import socket
 import time
 from collections import Counter, deque
 
-from clip_reward import RunError, UsageError, first_line
+from clip_reward import RunError, UsageError, message_of
 from training import run, workers
 
 
@@ -22,7 +22,7 @@ def connect_to_ray():
             ray.init(logging_level="error", log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = "the address is RAY_ADDRESS, or was left by `ray start` (`ray stop` removes it)"
-            raise UsageError(f"--reward-devices ray: {first_line(error)}; {where}") from error
+            raise UsageError(f"--reward-devices ray: {message_of(error)}; {where}") from error
     while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():
         run.warn("the Ray cluster has neither GPU nor CPU yet; waiting for its first node")
         time.sleep(10)
@@ -122,7 +122,7 @@ class RayPool(workers.Pool):
                 if job is not LOAD:
                     self.jobs.appendleft(job)
                 if job is LOAD or actor in self.loaded:
-                    run.warn(f"a Ray actor is gone ({first_line(error)}); its jobs are done again")
+                    run.warn(f"a Ray actor is gone ({message_of(error)}); its jobs are done again")
                     self.loaded.discard(actor)
                     self._load(actor)
 

@@ -27,7 +27,7 @@ from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 import egl_render
-from clip_reward import RewardArgs, RunError, UsageError, first_line, one_line, render_size_of
+from clip_reward import RewardArgs, RunError, UsageError, message_of, one_line, render_size_of
 
 
 @dataclass(config={"extra": "forbid"})
@@ -105,7 +105,7 @@ def saved_flags(run_dir):
     try:
         return dict(json.loads(path.read_text()).items())
     except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} is damaged: {first_line(error)}") from error
+        raise UsageError(f"{path} is damaged: {message_of(error)}") from error
 
 
 def make_args(flags, Args, where):
@@ -267,7 +267,7 @@ def load_checkpoint(path):
                 raise ValueError(f"wrong checksum of {name}")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # there are half a dozen types
-        raise UsageError(f"{path} is damaged or no checkpoint: {first_line(error)}") from error
+        raise UsageError(f"{path} is damaged or no checkpoint: {message_of(error)}") from error
 
 
 def write(path, content):
@@ -378,7 +378,7 @@ class Run:
         try:  # "allow": a resumed run continues its curve
             wandb.init(sync_tensorboard=True, config=vars(self.args), resume="allow", **names)
         except wandb.errors.Error as error:  # no key, no network
-            problem = f"--track: {first_line(error)}"
+            problem = f"--track: {message_of(error)}"
             raise UsageError(f"{problem} Or set WANDB_MODE=offline") from error
 
     def restore(self, parts, look=""):
@@ -406,7 +406,7 @@ class Run:
                     state = state | {"param_groups": part.state_dict()["param_groups"]}
                 part.load_state_dict(state)
         except (KeyError, RuntimeError) as error:
-            problem = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
+            problem = f"it has no {error}" if isinstance(error, KeyError) else message_of(error)
             raise UsageError(
                 f"the checkpoint does not fit these flags or networks: {problem}"
             ) from error
@@ -493,7 +493,7 @@ class Run:
             gif = frames[:, ::thin, ::thin]
             egl_render.add_video(self.writer, "videos/rollout", gif, self.step, fps)
         except Exception as error:  # whatever an encoder raises
-            warn(f"{path} could not be written: {first_line(error)}; the run continues without it")
+            warn(f"{path} could not be written: {message_of(error)}; the run continues without it")
 
     def _stop(self, number, _):
         if self.stopped == number == signal.SIGINT:
