@@ -33,7 +33,10 @@ def apply(diff):
     return new, text
 
 
-@pytest.fixture(scope="module", params=range(3))
+SLOW = [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))]
+
+
+@pytest.fixture(scope="module", params=SLOW)
 def trained(request, tmp_path_factory):
     """A copy of the document, trained for a few rollouts -> (number, script, run folder)."""
     number, folder = request.param, tmp_path_factory.mktemp("copy")

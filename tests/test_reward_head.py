@@ -344,6 +344,7 @@ def test_dqn_learns_from_a_head_and_resumes_to_the_bit(head, mixed, tmp_path):
     assert len(rewards) == 24 and rewards.std() > 0
 
 
+@pytest.mark.slow
 def test_sac_learns_from_a_head_of_three_cameras(tmp_path):
     """collect, fit to a judge, train, judge, page: by relative paths, in a folder of one's own."""
     look = ["--render-size", 48, "--camera-azimuth", 120, 180, 240]

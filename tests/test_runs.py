@@ -429,7 +429,8 @@ def workers(pid):
     return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
-@MOSTLY_DQN
+@pytest.mark.slow
+@BOTH
 def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(script, tmp_path):
     """The learner is saved as it was after the last rollout, however rare the checkpoints are."""
     flags = [script.__file__, *CLIP[script], "--reward-devices", "cpu", "cpu", "--video-freq", 0]

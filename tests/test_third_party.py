@@ -1,5 +1,5 @@
-"""Other people's tasks, from packages: each trains, its goal is in the picture, its own success is
-logged and judged by."""
+"""Other people's tasks, from packages. Their goals are in the pictures; the first of each package
+trains, and its own success is logged and judged by."""
 
 import importlib.util
 
@@ -49,8 +49,10 @@ def test_two_goals_give_two_pictures(package, task, goals):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package, task, goals", CASES)
-def test_it_trains_and_is_judged_by_its_own_success(package, task, goals, tmp_path):
+@pytest.mark.parametrize(
+    "package, task", [(package, next(iter(TASKS[package]))) for package in TASKS]
+)
+def test_it_trains_and_is_judged_by_its_own_success(package, task, tmp_path):
     env_id = env_id_of(package, task)
     words = ["--env-id", env_id, "--target-prompt", "the goal", "--runs-dir", tmp_path]
     done = run(sac.__file__, *words, *SMALL.split())
