@@ -299,12 +299,21 @@ def make_env(args: Args, filmed=False):
     return thunk
 
 
-def environment_process(*args):
-    """Run Gymnasium's worker, which would print a traceback when the script is gone."""
+def environment_process(index, make, pipe, parent_pipe, memory, errors, *more):
+    """Run Gymnasium's worker, which would print a traceback when the script is gone, or when the
+    environment cannot be made."""
     from gymnasium.vector.async_vector_env import _async_worker
 
+    def made():
+        try:
+            return make()
+        except Exception as error:
+            errors.put((index, RunError, failure("environment", error), ""))
+            pipe.send((None, False))
+            raise SystemExit from None
+
     with contextlib.suppress(EOFError, BrokenPipeError):
-        _async_worker(*args)
+        _async_worker(index, made, pipe, parent_pipe, memory, errors, *more)
 
 
 def make_vector_env(args: Args):
@@ -326,7 +335,10 @@ def make_vector_env(args: Args):
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
     with stop_signals_blocked():
         modes |= {"context": "forkserver", "worker": environment_process, "copy": False}
-        envs = gym.vector.AsyncVectorEnv(thunks, **modes)
+        try:
+            envs = gym.vector.AsyncVectorEnv(thunks, **modes)
+        except (EOFError, ConnectionError) as error:
+            raise RunError("the process of an environment died while it was made") from error
     children.extend(envs.processes)
     envs.reset_wait = functools.partial(envs.reset_wait, timeout=TIMEOUT)
     envs.step_wait = functools.partial(envs.step_wait, timeout=TIMEOUT)

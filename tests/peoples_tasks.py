@@ -1,6 +1,7 @@
 """Tasks as people register them, for test_peoples_tasks.py: in a goal there is always a choice
 between left and right, made by reset()."""
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -222,6 +223,22 @@ class LostLater(Lost):
         if self.place:
             raise ContextLost
         return Flat.render(self)
+
+
+class OneLicence(Flat):
+    """It can be made in the script's own process only."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(render_mode)
+        if multiprocessing.parent_process() is not None:
+            raise ContextLost
+
+
+class Quits(OneLicence):
+    def __init__(self, render_mode=None):
+        if multiprocessing.parent_process() is not None:
+            os._exit(7)
+        super().__init__(render_mode)
 
 
 for name, value in [*vars(sys.modules[__name__]).items()]:

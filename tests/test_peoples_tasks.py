@@ -269,8 +269,15 @@ def test_a_task_that_draws_itself_trains_with_its_goal_and_its_own_success(tmp_p
     assert [event.value for event in values["charts/success_rate"]] == [1.0, 1.0]
 
 
-def test_an_error_of_render_in_two_environments_ends_the_run_in_one_line(tmp_path):
-    done = train("LostLater", tmp_path, code=1)
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: the environment failed: ContextLost: the GL context is lost"
-    )
+@pytest.mark.parametrize(
+    "task, message",
+    [
+        ("LostLater", "the environment failed: ContextLost: the GL context is lost"),
+        ("OneLicence", "the environment failed: ContextLost: the GL context is lost"),
+        ("Quits", "the process of an environment died while it was made"),
+    ],
+)
+def test_a_task_that_fails_in_its_own_process_ends_the_run_in_one_line(task, message, tmp_path):
+    """At its second picture, or while it is made."""
+    done = train(task, tmp_path, code=1)
+    assert done.stderr.splitlines()[-1].startswith(f"error: {message}")

@@ -609,6 +609,9 @@ def test_an_environment_that_dies_or_stops_ends_the_run(number, tmp_path):
     folder, line = only_run(tmp_path), printed.splitlines()[-1]
     last = checkpoint(folder)["global_step"]
     assert line.startswith("error: ") and f"saved: step_{last}.pt" in line
+    assert ("the process of an environment died (exit code -9)" in line) == (
+        number == signal.SIGKILL
+    )
     assert wait_until(lambda: helpers.gone(children), 5)
     run(sac.__file__, "--resume", folder, "--total-timesteps", last + 24)
 

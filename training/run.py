@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import zipfile
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Annotated
 
@@ -223,7 +223,11 @@ def excepthook(kind, error, trace, after=""):
     """End the program with a line that names the cause. What is no UsageError (exit code 2) or
     RunError (1) has its traceback above it."""
     lines = str(error).splitlines() or [""]
-    if not issubclass(kind, (UsageError, RunError)):
+    lost = issubclass(kind, (EOFError, ConnectionError))  # what Gymnasium says of a dead process
+    if lost and connection.wait([process.sentinel for process in children], timeout=1):
+        codes = [str(process.exitcode) for process in children if process.exitcode is not None]
+        lines = [f"the process of an environment died (exit code {', '.join(codes)})"]
+    elif not issubclass(kind, (UsageError, RunError)):
         sys.__excepthook__(kind, error, trace)
         lines = [one_line(error)]
     print(*lines[:-1], f"error: {lines[-1]}{after}", sep="\n", file=sys.stderr)
