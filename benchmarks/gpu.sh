@@ -51,12 +51,12 @@ repeat() { # N: the device, N times
 if [ "$DEVICE" = cpu ]; then
     echo "no GPU: small forms on the CPU, whose times say nothing about a GPU" | tee "$OUT/table.txt"
     MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 MANY=() PRECISIONS="fp32 fp16" STATES=2
-    TESTS=(-k embeddings)
+    TESTS=(-k embeddings) RENDERERS=(warp)
     small=(--num-envs 2 --episode-length 8 --gradient-steps 2 --rollouts 1 --states-per-worker 4)
     small+=(--clip-batch-size 4) overlap=("${small[@]}")
 else
     MODEL=$MODELS/ViT-bigG-14 SIZE=480 BATCHES="64 128 256" WORKERS=4 PRECISIONS="fp32 fp16" STATES=8
-    TESTS=()
+    TESTS=() RENDERERS=(egl warp)
     small=(--rollouts 3) overlap=(--rollouts 2)
     MANY=() && for n in 2 4 8; do [ "$GPUS" -ge "$n" ] && MANY+=("$n"); done
     mapfile -t devices < <(seq -f 'cuda:%.0f' 0 $((GPUS - 1)))
@@ -71,7 +71,7 @@ pipeline devices 60 --measure draw --renderer egl --states-per-worker 64 "${smal
 # 2. The tests of devices
 piece tests 180 -m pytest -q -p no:cacheprovider tests/test_devices.py "${TESTS[@]}"
 # 3. Drawing alone
-for renderer in egl warp; do
+for renderer in "${RENDERERS[@]}"; do
     draw=(--measure draw --render-size "$SIZE" --renderer "$renderer")
     pipeline "draw_$renderer" 40 "${draw[@]}" "${small[@]}" "${one[@]}"
     pipeline "draw_${renderer}_by_$WORKERS" 60 "${draw[@]}" "${small[@]}" --reward-devices "${several[@]}"
@@ -82,12 +82,12 @@ read -ra batches <<<"$BATCHES"
 pipeline clip 120 --measure clip "${score[@]}" --batches "${batches[@]}" "${one[@]}"
 pipeline clip_compiled 300 --measure clip "${score[@]}" --compile --batches "${batches[@]:0:1}" "${one[@]}"
 # 5. Drawing and CLIP without a learner
-for renderer in egl warp; do
+for renderer in "${RENDERERS[@]}"; do
     pipeline "score_$renderer" 90 --measure score "${score[@]}" "${small[@]}" "${one[@]}" \
         --renderer "$renderer"
 done
 # 6. The whole run: plain, compiled
-for renderer in egl warp; do
+for renderer in "${RENDERERS[@]}"; do
     pipeline "run_$renderer" 180 "${score[@]}" "${small[@]}" "${one[@]}" --renderer "$renderer"
 done
 pipeline run_compiled 400 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile

@@ -30,12 +30,11 @@ def test_everything_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
     assert (tmp_path / "table.txt").read_text() in printed and "INCOMPLETE" not in printed
     assert printed.startswith("no GPU: ")
     results = json.loads((tmp_path / "results.json").read_text())
-    names = "devices clip clip_compiled score_egl score_warp run_egl run_warp run_compiled updates"
-    names += " renderers cameras ray overlap_egl overlap_warp draw_egl draw_warp"
-    names += " draw_egl_by_2 draw_warp_by_2"
+    names = "devices clip clip_compiled score_warp run_warp run_compiled updates renderers cameras"
+    names += " ray overlap_egl overlap_warp draw_warp draw_warp_by_2"
     assert results.keys() == set(names.split())
     assert "== tests" in printed and "[100%]" in (tmp_path / "tests.txt").read_text()
-    for name in "run_egl", "run_warp", "run_compiled", "cameras", "ray":
+    for name in "run_warp", "run_compiled", "cameras", "ray":
         stages = results[name]["stages"]
         assert set(stages) == {"physics", "render", "clip", "update", "end to end"}
         assert min(unit for stage in stages.values() for unit in stage.values()) > 0
