@@ -94,6 +94,32 @@ class Painted(Slider):
         self.model.geom_rgba[1] = [1, 0, 1, 1]
 
 
+class Dimmed(Slider):
+    """Another light than the file's."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(render_mode)
+        self.model.vis.headlight.ambient[:] = 0.9
+
+
+class TurnsGreen(Slider):
+    """After twenty steps."""
+
+    def step(self, action):
+        self.model.geom_rgba[1, 1] = self.data.time > 0.2
+        return super().step(action)
+
+
+class Trail(Slider):
+    """Its render() also shows how far the slider has been."""
+
+    def render(self):
+        picture = np.array(super().render())
+        if picture.ndim:
+            picture[:4, : int(40 * self.data.time)] = 255, 255, 0
+        return picture
+
+
 class Heavy(Slider):
     """No picture shows what changes."""
 

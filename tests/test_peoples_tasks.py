@@ -102,12 +102,14 @@ def test_more_than_a_thousand_geoms_are_all_drawn(renderer):
 
 # ------------------------------------------------------------------------------ states
 
-BY_STATE = ["Slider", "Painted", "Heavy", "Alias"]
+BY_STATE = ["Slider", "Painted", "Dimmed", "Heavy", "Alias"]
 BY_ITSELF = {
     "MovedSite": r"its model changes \(site_pos\)",
     "MovedBody": r"its model changes \(body_pos\)",
     "Coloured": r"its model changes \(geom_rgba\)",
     "Growing": r"its model changes \(geom_.*size",
+    "TurnsGreen": r"its model changes \(geom_rgba\)",
+    "Trail": "shows more than its state",
     "ByChance": r"its model changes \(geom_rgba\)",
     "Words": "shows more than its state",
     "TwoWorlds": "does not draw by",
@@ -155,6 +157,12 @@ def test_a_task_whose_pictures_show_more_than_states_draws_itself(task):
     if task in ("MovedSite", "MovedBody", "Coloured", "TwoWorlds", "Words"):
         assert len(pictures) == 2, "two goals"
     env.close()
+
+
+def test_a_model_that_is_changed_in_python_is_drawn_as_it_is():
+    for task in "Painted", "Dimmed":
+        env = gym.make(f"peoples_tasks:{task}-v0")
+        assert egl_render.drawn_model(env) is env.unwrapped.model
 
 
 @pytest.mark.parametrize("task", ["Slider", "Painted"])
