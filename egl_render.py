@@ -128,7 +128,8 @@ def quiet_mujoco() -> None:
 
 UNSTABLE = (
     "MuJoCo reset an unstable simulation, and the pose after that would be rewarded for what the "
-    "agent did not do; smaller actions or a smaller timestep of the model may help"
+    "agent did not do; smaller actions or a smaller timestep of the model may help, or the task "
+    "resets itself within step()"
 )
 
 Metres = Annotated[float, Interval(gt=-1e6, lt=1e6)]
@@ -220,7 +221,9 @@ def choose_camera(
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint
-    humanoid = env.spec is not None and env.spec.id.startswith("Humanoid")
+    spec = env.spec
+    humanoid = spec is not None and spec.id.startswith("Humanoid")
+    humanoid = humanoid and str(spec.entry_point).startswith("gymnasium.envs.mujoco")
     camera = default or (PAPER_CAMERA if humanoid else env_camera(env))
     values = {name: getattr(args, f"camera_{name}") for name in CAMERA_VALUES}
     given = {name: value for name, value in values.items() if value not in (None, ())}
@@ -240,8 +243,9 @@ def choose_camera(
 
 # how the names of a model's arrays begin that a picture shows
 SHOWN = tuple(
-    "qpos0 body_pos body_quat jnt_pos jnt_axis geom_ site_ cam_ light_ mesh_ hfield_ skin_ flex_ "
-    "tex_ mat_ tendon_ wrap_".split()
+    "qpos0 body_pos body_quat jnt_pos jnt_axis geom_type geom_dataid geom_matid geom_group "
+    "geom_size geom_pos geom_quat geom_rgba site_ cam_ light_ mesh_ hfield_ skin_ flex_ tex_ mat_ "
+    "tendon_matid tendon_group tendon_width tendon_rgba wrap_".split()
 )
 
 
@@ -277,14 +281,20 @@ def why_own_render(make: Any) -> str:
     from gymnasium.envs.mujoco import MujocoEnv
 
     env = make()
-    if not isinstance(env.unwrapped, MujocoEnv):
+    task, spec = env.unwrapped, env.spec
+    if not isinstance(task, MujocoEnv):
         return "it is no MujocoEnv of Gymnasium"
-    entry_point, wrappers = str(env.spec.entry_point), env.spec.additional_wrappers
-    if entry_point.startswith("gymnasium.envs.mujoco") and not wrappers:
+    own = str(spec.entry_point).startswith("gymnasium.envs.mujoco")
+    if own and not spec.additional_wrappers and not spec.kwargs:
         return ""
-    new = copy.copy(env.unwrapped.model)
-    with contextlib.suppress(UsageError):
+    if not getattr(task, "mujoco_renderer", None):
+        return "it does not draw by Gymnasium's MujocoRenderer"
+    if task.width != task.height:
+        return "its pictures are not square"
+    new = copy.copy(task.model)
+    with contextlib.suppress(Exception):  # no OpenGL, or a task that cannot draw itself
         gl_renderer()
+        env.close()
         env = make(render_mode="rgb_array")
     task, seen = env.unwrapped, []
     env.action_space.seed(0)
@@ -292,18 +302,31 @@ def why_own_render(make: Any) -> str:
         env.reset(seed=seed)
         for _ in range(steps):
             env.step(env.action_space.sample())
-        mujoco.mj_forward(task.model, task.data)  # a step leaves the places before it
-        if changed := looks_that_differ(task.model, new):
+        model, data = task.model, task.data
+        if changed := looks_that_differ(model, new):
             return f"its model changes ({changed})"
+        for kind in "geom", "site":
+            body, place_in_it = getattr(model, f"{kind}_bodyid"), getattr(model, f"{kind}_pos")
+            axes = data.xmat[body].reshape(-1, 3, 3)
+            places = data.xpos[body] + np.einsum("nij,nj->ni", axes, place_in_it)
+            if not np.allclose(places, getattr(data, f"{kind}_xpos"), atol=1e-6):
+                return f"it moves {kind}s in its data"
+        mujoco.mj_forward(model, data)  # a step leaves the places before it
         if env.render_mode:
+            env.render()  # where MuJoCo centres an endless plane depends on the picture before
             picture, viewer = env.render(), task.mujoco_renderer.viewer
             if viewer is None:
                 return "it does not draw by Gymnasium's MujocoRenderer"
-            seen.append((state_of(task.data), picture, copy.copy(viewer.cam)))
+            seen.append((state_of(data), picture, copy.copy(viewer.cam)))
+            scene_size = viewer.scn.maxgeom
+    env.close()
     model, data = task.model, mujoco.MjData(task.model)
     for state, picture, camera in seen:
         place(model, data, [part[0] for part in parts_of(state[None], model)])
-        with mujoco.Renderer(model, *picture.shape[:2], max_geom=viewer.scn.maxgeom) as renderer:
+        if picture.shape != (task.height, task.width, 3):
+            return "its render() gives another size than its renderer"
+        with mujoco.Renderer(model, *picture.shape[:2], max_geom=scene_size) as renderer:
+            renderer.update_scene(data, camera)
             renderer.update_scene(data, camera)
             if not np.array_equal(renderer.render(), picture):
                 return "its render() shows more than its state"
@@ -459,7 +482,7 @@ def drawn_model(env: Any, textured: bool = True, sites_as_geoms: bool = False) -
     task = env.unwrapped
     try:
         spec = mujoco.MjSpec.from_file(task.fullpath)
-    except ValueError:  # the model has been made in Python
+    except (AttributeError, ValueError):  # the model has been made in Python
         return task.model
     model = spec.compile()
     if looks_that_differ(task.model, model):
@@ -468,7 +491,7 @@ def drawn_model(env: Any, textured: bool = True, sites_as_geoms: bool = False) -
         restyle(spec, task.fullpath)
     for i in range(model.nsite if sites_as_geoms else 0):
         material = model.mat(model.site_matid[i]).name if model.site_matid[i] >= 0 else ""
-        spec.bodies[model.site_bodyid[i]].add_geom(
+        geom = spec.bodies[model.site_bodyid[i]].add_geom(
             type=mujoco.mjtGeom(model.site_type[i]),
             size=model.site_size[i],
             pos=model.site_pos[i],
@@ -480,6 +503,8 @@ def drawn_model(env: Any, textured: bool = True, sites_as_geoms: bool = False) -
             conaffinity=0,
             mass=0,
         )
+        geom.alt.type = mujoco.mjtOrientation.mjORIENTATION_QUAT  # whatever the file's default is
+        geom.fromto = np.full(6, np.nan)
         spec.sites[i].rgba = [0, 0, 0, 0]
     return spec.compile()
 

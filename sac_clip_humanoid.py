@@ -159,6 +159,7 @@ def describe_env(env_id: str):
     with errors_of_task(env_id):
         env = gym.make(env_id)
         env.reset(seed=0)
+        env.close()  # there may be a task of which there can be only one
     actions = env.action_space
     continuous = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
     if not continuous or not actions.is_bounded():
@@ -173,7 +174,7 @@ def own_picture(env, size):
     Raises RunError if it gives none."""
     frame = env.render()
     if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim not in (2, 3):
-        form = getattr(frame, "shape", ""), getattr(frame, "dtype", type(frame).__name__)
+        form = getattr(frame, "shape", type(frame).__name__), getattr(frame, "dtype", "")
         raise RunError(f"its render() gives no picture [H, W, 3] uint8, but {form[0]} {form[1]}")
     image = Image.fromarray(frame).convert("RGB")
     image.thumbnail((size, size))  # never enlarges
@@ -256,7 +257,7 @@ class EndlessEpisodes(gym.Wrapper):
         info = {} if success is None else {"success": success}
         if self.by_state:
             info["states"] = state_of(self)
-        elif self.render_mode and (self.film or self.t in self.rendered):
+        elif self.film or self.t in self.rendered:
             info["frames"] = own_picture(self.env, self.frame_size)
         self.t += 1
         return observation, float(reward), False, False, info
@@ -288,7 +289,7 @@ def make_env(args: Args, filmed=False):
             kwargs["render_mode"] = "rgb_array"
         try:  # True would make v4 tasks pay the healthy reward in every state
             env = gym.make(args.env_id, terminate_when_unhealthy=False, **kwargs)
-        except TypeError:  # a task without health
+        except Exception:  # a task without health
             env = gym.make(args.env_id, **kwargs)
         if args.env_id == MOUNTAIN_CAR:
             env = classic.MountainCarTask(env)

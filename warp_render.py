@@ -50,6 +50,8 @@ class WarpRenderer:
         self.description = f"MuJoCo Warp on {device}" + (left_out and f", without {left_out}")
         self.host_model, self.size = model, size
         self.worlds = max(1, min(64, 2**22 // size**2))  # states that are drawn at once
+        if model.nflex:  # with fewer than there are, Warp 1.19 reads beyond its arrays
+            self.worlds = 1
         model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # it has no PGS; nothing is solved here
         warp.config.log_level = warp.LOG_WARNING
         with open(os.devnull, "wb") as nothing, os.fdopen(os.dup(2), "wb") as stderr:

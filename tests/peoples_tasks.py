@@ -38,11 +38,12 @@ class Slider(MujocoEnv):
     """Its goal is a mocap body."""
 
     metadata = {"render_modes": ["human", "rgb_array", "depth_array", "rgbd_tuple"]}
-    xml = PATHS["true"]
+    xml, size = PATHS["true"], (100, 100)
 
     def __init__(self, render_mode=None):
         view = {"distance": 3.0, "azimuth": 90.0, "elevation": -30.0, "lookat": (0.0, 0.0, 0.3)}
-        super().__init__(str(self.xml), 5, ANY, render_mode, 200, 100, default_camera_config=view)
+        size = self.size
+        super().__init__(str(self.xml), 5, ANY, render_mode, *size, default_camera_config=view)
 
     def move_goal(self, x):
         self.data.mocap_pos[0, 0] = x
@@ -126,6 +127,20 @@ class Heavy(Slider):
     def move_goal(self, x):
         super().move_goal(x)
         self.model.body_mass[:] *= 1 + x / 10
+        self.model.geom_friction[:] *= 1 + x / 10
+
+
+class Shown(Slider):
+    """A site is moved in the data, where it is drawn."""
+
+    def reset_model(self):
+        super().reset_model()
+        self.data.site_xpos[0, 0] = self.data.mocap_pos[0, 0]
+        return np.zeros(1)
+
+
+class Wide(Slider):
+    size = 200, 100
 
 
 class Words(Slider):
