@@ -89,8 +89,8 @@ def left_out_by_warp(model: "mujoco.MjModel") -> str:
     """Name what the model shows and MuJoCo Warp does not, "" if there is nothing."""
     import mujoco
 
-    alpha = model.geom_rgba[:, 3].copy()
-    alpha[model.geom_matid >= 0] *= model.mat_rgba[model.geom_matid[model.geom_matid >= 0], 3]
+    of_materials = np.append(model.mat_rgba[:, 3], 1.0)  # the last for -1, no material
+    alpha = model.geom_rgba[:, 3] * of_materials[model.geom_matid]
     parts = {
         "sites": (model.site_rgba[:, 3] > 0) & (model.site_group < 3),
         "tendons": model.wrap_type == mujoco.mjtWrap.mjWRAP_SITE,
@@ -211,6 +211,11 @@ def env_camera(env: Any) -> Camera:
     )
 
 
+def is_gymnasiums(spec: Any) -> bool:
+    """Return whether a task, given as its gymnasium.EnvSpec, is made by a class of Gymnasium's."""
+    return str(spec.entry_point).startswith("gymnasium.envs.mujoco")
+
+
 def choose_camera(
     args: RenderArgs, env: Any, default: Camera | None = None
 ) -> Camera | list[Camera]:
@@ -221,9 +226,7 @@ def choose_camera(
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint
-    spec = env.spec
-    humanoid = spec is not None and spec.id.startswith("Humanoid")
-    humanoid = humanoid and str(spec.entry_point).startswith("gymnasium.envs.mujoco")
+    humanoid = env.spec and env.spec.id.startswith("Humanoid") and is_gymnasiums(env.spec)
     camera = default or (PAPER_CAMERA if humanoid else env_camera(env))
     values = {name: getattr(args, f"camera_{name}") for name in CAMERA_VALUES}
     given = {name: value for name, value in values.items() if value not in (None, ())}
@@ -266,6 +269,17 @@ def looks_that_differ(model: "mujoco.MjModel", other: "mujoco.MjModel") -> str:
     return ", ".join(name for name in one if not np.array_equal(one[name], two[name]))
 
 
+def moved_in_data(model: "mujoco.MjModel", data: "mujoco.MjData") -> str:
+    """Name what in `data` is not at its place in its body, "geoms" or "sites", "" for nothing."""
+    for kind in "geom", "site":
+        body, place_in_it = getattr(model, f"{kind}_bodyid"), getattr(model, f"{kind}_pos")
+        axes = data.xmat[body].reshape(-1, 3, 3)
+        places = data.xpos[body] + np.einsum("nij,nj->ni", axes, place_in_it)
+        if not np.allclose(places, getattr(data, f"{kind}_xpos"), atol=1e-6):
+            return f"{kind}s"
+    return ""
+
+
 def why_own_render(make: Any) -> str:
     """Return why a task has to be drawn by its own render(), or "" if pictures can be drawn from
     its states: nothing else may differ between two pictures.
@@ -284,8 +298,7 @@ def why_own_render(make: Any) -> str:
     task, spec = env.unwrapped, env.spec
     if not isinstance(task, MujocoEnv):
         return "it is no MujocoEnv of Gymnasium"
-    own = str(spec.entry_point).startswith("gymnasium.envs.mujoco")
-    if own and not spec.additional_wrappers and not spec.kwargs:
+    if is_gymnasiums(spec) and not spec.additional_wrappers and not spec.kwargs:
         return ""
     if not getattr(task, "mujoco_renderer", None):
         return "it does not draw by Gymnasium's MujocoRenderer"
@@ -305,29 +318,27 @@ def why_own_render(make: Any) -> str:
         model, data = task.model, task.data
         if changed := looks_that_differ(model, new):
             return f"its model changes ({changed})"
-        for kind in "geom", "site":
-            body, place_in_it = getattr(model, f"{kind}_bodyid"), getattr(model, f"{kind}_pos")
-            axes = data.xmat[body].reshape(-1, 3, 3)
-            places = data.xpos[body] + np.einsum("nij,nj->ni", axes, place_in_it)
-            if not np.allclose(places, getattr(data, f"{kind}_xpos"), atol=1e-6):
-                return f"it moves {kind}s in its data"
+        if moved := moved_in_data(model, data):
+            return f"it moves {moved} in its data"
         mujoco.mj_forward(model, data)  # a step leaves the places before it
         if env.render_mode:
             env.render()  # where MuJoCo centres an endless plane depends on the picture before
             picture, viewer = env.render(), task.mujoco_renderer.viewer
             if viewer is None:
                 return "it does not draw by Gymnasium's MujocoRenderer"
+            if picture.shape != (task.height, task.width, 3):
+                return "its render() gives another size than its renderer"
             seen.append((state_of(data), picture, copy.copy(viewer.cam)))
-            scene_size = viewer.scn.maxgeom
+            limit = viewer.scn.maxgeom
     env.close()
-    model, data = task.model, mujoco.MjData(task.model)
-    for state, picture, camera in seen:
-        place(model, data, [part[0] for part in parts_of(state[None], model)])
-        if picture.shape != (task.height, task.width, 3):
-            return "its render() gives another size than its renderer"
-        with mujoco.Renderer(model, *picture.shape[:2], max_geom=scene_size) as renderer:
-            renderer.update_scene(data, camera)
-            renderer.update_scene(data, camera)
+    if not seen:
+        return ""
+    data = mujoco.MjData(model)
+    with mujoco.Renderer(model, task.height, task.width, max_geom=limit) as renderer:
+        for state, picture, camera in seen:
+            place(model, data, [part[0] for part in parts_of(state[None], model)])
+            for _ in range(2):  # as above
+                renderer.update_scene(data, camera)
             if not np.array_equal(renderer.render(), picture):
                 return "its render() shows more than its state"
     return ""
@@ -548,8 +559,8 @@ def restyle(spec: "mujoco.MjSpec", xml_path: str | Path, scene: Scene | None = N
     spec.add_material(name="clip_dark", specular=0.6, shininess=0.6)
 
     for geom in spec.worldbody.geoms:
-        floor = geom.type == mujoco.mjtGeom.mjGEOM_PLANE and min(geom.size[:2]) >= 10  # not a table
-        if floor:
+        plane = geom.type == mujoco.mjtGeom.mjGEOM_PLANE
+        if plane and min(geom.size[:2]) >= 10:  # m: a floor, not a table
             geom.material, geom.rgba = "clip_stone", [1, 1, 1, 1]
             geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; contacts have no edge anyway
     if spec.modelname.startswith("humanoid"):

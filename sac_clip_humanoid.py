@@ -53,7 +53,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 import egl_render
-from clip_reward import RunError, UsageError, one_line
+from clip_reward import RunError, UsageError, message_of, one_line
 from environments import classic, judges
 from training.run import Run, RunArgs, children, parse_args, say, stop_signals_blocked
 from training.workers import TIMEOUT, failure, make_pool
@@ -133,7 +133,7 @@ def errors_of_task(env_id):
     except UsageError:
         raise
     except gym.error.Error as error:
-        raise UsageError(f"--env-id {env_id}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"--env-id {env_id}: {message_of(error)}") from error
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}, line {place.lineno}"
@@ -328,19 +328,19 @@ def make_vector_env(args: Args):
     thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
     if args.num_envs == 1 or args.env_id == MOUNTAIN_CAR:
         return gym.vector.SyncVectorEnv(thunks, **modes)
-    if (
-        len(tempfile.gettempdir()) > 60
-    ):  # the path of the forkserver's socket may have 107 characters
+    if len(tempfile.gettempdir()) > 60:  # a socket's path, here the forkserver's, may have 107
         tempfile.tempdir = "/tmp"
     # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
+    before = set(multiprocessing.active_children())
     with stop_signals_blocked():
         modes |= {"context": "forkserver", "worker": environment_process, "copy": False}
         try:
             envs = gym.vector.AsyncVectorEnv(thunks, **modes)
         except (EOFError, ConnectionError) as error:
             raise RunError("the process of an environment died while it was made") from error
-    children.extend(envs.processes)
+        finally:  # some may live although another one could not be made
+            children.extend(set(multiprocessing.active_children()) - before)
     envs.reset_wait = functools.partial(envs.reset_wait, timeout=TIMEOUT)
     envs.step_wait = functools.partial(envs.step_wait, timeout=TIMEOUT)
     return envs

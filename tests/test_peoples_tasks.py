@@ -236,7 +236,7 @@ BROKEN = {
     "NoWords": "assert seed is None",
     "NoXml": "moved.xml does not exist",
     "WrongRate": "Expected value: ",
-    "NoPicture": "gives no picture .* but  NoneType|render",
+    "NoPicture": r"gives no picture \[H, W, 3\] uint8, but NoneType",
     "Floats": "gives no picture .* float64",
     "Lost": "ContextLost: the GL context is lost",
     "Missing": "doesn't exist",

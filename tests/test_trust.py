@@ -103,21 +103,18 @@ def test_random_deaths_in_short(script, kinds, tmp_path):
 # ------------------------------------------------------------------------------ resuming
 
 
+DONE_FLAGS = [*TRUTH, "--num-envs", 1, "--learning-starts", 12, "--checkpoint-freq", 12]
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """(script, folder) of a run that has ended after 48 steps; tests copy the folder. It is DQN's:
-    what training/run.py does is the same for both scripts."""
-    script, runs_dir = dqn, tmp_path_factory.mktemp("done")
-    run(script.__file__, *done_flags(script), "--total-timesteps", 48, "--runs-dir", runs_dir)
+    """The folder of a run of DQN that has ended after 48 steps, for tests to copy. What
+    training/run.py does is the same for both scripts."""
+    runs_dir = tmp_path_factory.mktemp("done")
+    run(dqn.__file__, *DONE_FLAGS, "--total-timesteps", 48, "--runs-dir", runs_dir)
     folder = only_run(runs_dir)
     assert [*checkpoints(folder)] == [48, 36], "the newest two stay"
-    return script, folder
-
-
-def done_flags(script):
-    """One environment, which is in the script's own process."""
-    one = ["--num-envs", 1, "--learning-starts", 12, "--checkpoint-freq", 12]
-    return [*CHEETAH[script], *TRUTH, *one]
+    return folder
 
 
 def edit(folder, **flags):
@@ -145,22 +142,21 @@ def empty(path):
 
 
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(done, tmp_path):
-    script, whole = done
-    folder = shutil.copytree(whole, tmp_path / "run")
+    folder = shutil.copytree(done, tmp_path / "run")
     newest = folder / "checkpoints/step_48.pt"
     shutil.copy(newest, newest.with_name("step_48 (copy).pt"))
     cut(newest)
     (folder / "checkpoints/best.pt").write_bytes(b"broken")
-    process = run(script.__file__, "--resume", folder)
+    process = run(dqn.__file__, "--resume", folder)
     assert "step 48/" in process.stdout and "step 36/" not in process.stdout
     (warning,) = process.stderr.strip().splitlines()
     assert warning.startswith("WARNING: ") and str(newest) in warning
     assert newest.with_name("step_48.pt.damaged").exists()
-    assert equal(checkpoint(folder), checkpoint(whole))
-    assert equal(checkpoint(folder, "best"), checkpoint(whole, "best"))
+    assert equal(checkpoint(folder), checkpoint(done))
+    assert equal(checkpoint(folder, "best"), checkpoint(done, "best"))
     for path in checkpoints(folder).values():
         cut(path)
-    with started(script.__file__, "--resume", folder) as process:
+    with started(dqn.__file__, "--resume", folder) as process:
         _, printed = process.communicate(timeout=120)
     assert process.returncode == 2 and printed.count("WARNING") == 2 and "Trace" not in printed
     assert "it has no intact checkpoints/step_<n>.pt" in printed.splitlines()[-1]
@@ -169,7 +165,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(done, tmp_path):
 @pytest.mark.parametrize("damage", [cut, flip, empty, Path.unlink])
 def test_every_damage_is_noticed(done, damage, tmp_path):
     path = tmp_path / "step_48.pt"
-    shutil.copy(done[1] / "checkpoints/step_48.pt", path)
+    shutil.copy(done / "checkpoints/step_48.pt", path)
     load_checkpoint(path)
     damage(path)
     with pytest.raises(clip_reward.UsageError, match="step_48.pt is damaged or no checkpoint"):
@@ -177,61 +173,57 @@ def test_every_damage_is_noticed(done, damage, tmp_path):
 
 
 def test_one_edited_flag_does_not_damage_the_checkpoints(done, tmp_path):
-    script, whole = done
-    folder = shutil.copytree(whole, tmp_path / "run")
+    folder = shutil.copytree(done, tmp_path / "run")
     flag, default = "layer_norm", dqn.Args().layer_norm
     edit(folder, **{flag: not default})
-    line = refused(script.__file__, "--resume", folder, "--total-timesteps", 72)
+    line = refused(dqn.__file__, "--resume", folder, "--total-timesteps", 72)
     assert line.startswith("error: the checkpoint does not fit these flags")
-    assert contents(folder) == contents(whole)
+    assert contents(folder) == contents(done)
     edit(folder, **{flag: default})
-    run(script.__file__, "--resume", folder, "--total-timesteps", 60)
+    run(dqn.__file__, "--resume", folder, "--total-timesteps", 60)
     assert max(checkpoints(folder)) == 60
 
 
 def test_nothing_is_left_to_do_and_strange_things_lie_in_the_folder(done, tmp_path):
     """Fewer steps than were done, a folder notes.tmp, and a lock that is a link."""
-    script, whole = done
-    folder = shutil.copytree(whole, tmp_path / "run")
+    folder = shutil.copytree(done, tmp_path / "run")
     (folder / "notes.tmp").mkdir()
     (folder / "checkpoints/notes.tmp").mkdir()
     target = tmp_path / "precious"
     target.write_text("precious")
     (folder / "lock").unlink()
     (folder / "lock").symlink_to(target)
-    process = run(script.__file__, "--resume", folder, "--total-timesteps", 24)
+    process = run(dqn.__file__, "--resume", folder, "--total-timesteps", 24)
     assert "Traceback" not in process.stderr and len(process.stderr.splitlines()) <= 1
     assert target.read_text() == "precious" and "step 48" not in process.stdout
-    for step, path in checkpoints(whole).items():
+    for step, path in checkpoints(done).items():
         assert checkpoints(folder)[step].read_bytes() == path.read_bytes()
 
 
 def test_code_that_only_args_json_names_is_not_run(done, tmp_path):
-    script, whole = done
-    folder = shutil.copytree(whole, tmp_path / "run")
+    folder = shutil.copytree(done, tmp_path / "run")
     own = tmp_path / "own.py"
     own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(s): return s[:, 0] > -9e9\n")
     edit(folder, judge=f"{own}:f")
-    line = refused(script.__file__, "--resume", folder, "--total-timesteps", 60)
+    line = refused(dqn.__file__, "--resume", folder, "--total-timesteps", 60)
     assert f"--judge {own}:f" in line and not (tmp_path / "ran").exists()
     edit(folder, judge=None, env_id="own:Task-v0")
-    line = refused(script.__file__, "--resume", folder, PYTHONPATH=f"{tmp_path}:{helpers.ROOT}")
+    line = refused(dqn.__file__, "--resume", folder, PYTHONPATH=f"{tmp_path}:{helpers.ROOT}")
     assert "--env-id own:Task-v0" in line and not (tmp_path / "ran").exists()
-    edit(folder, judge=f"{own}:f", env_id=json.loads((whole / "args.json").read_text())["env_id"])
-    run(script.__file__, "--resume", folder, "--total-timesteps", 60, "--judge", f"{own}:f")
+    edit(folder, judge=f"{own}:f", env_id=json.loads((done / "args.json").read_text())["env_id"])
+    run(dqn.__file__, "--resume", folder, "--total-timesteps", 60, "--judge", f"{own}:f")
     assert (tmp_path / "ran").exists()
     assert helpers.scalars(folder)[0]["charts/success_rate"][-1].value == 1
 
 
 def test_latest_says_which_run_it_cannot_read(done, tmp_path):
-    script, whole = done
-    good, bad = (shutil.copytree(whole, tmp_path / name) for name in ("good", "bad"))
+    good, bad = (shutil.copytree(done, tmp_path / name) for name in ("good", "bad"))
     for path in (bad / "checkpoints").iterdir():
         path.touch()  # the newer one
     (bad / "args.json").write_text("{")
-    words = [*done_flags(script), "--total-timesteps", 60, "--runs-dir", tmp_path]
+    words = [*DONE_FLAGS, "--total-timesteps", 60, "--runs-dir", tmp_path]
     words += ["--resume", "latest"]
-    process = run(script.__file__, *words)
+    process = run(dqn.__file__, *words)
     (warning,) = process.stderr.strip().splitlines()
     assert warning.startswith("WARNING") and f"{bad}/args.json is damaged" in warning
     assert max(checkpoints(good)) == 60
@@ -440,11 +432,10 @@ def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path):
 
 
 def test_a_resume_without_room_loses_nothing(done, tmp_path):
-    script, whole = done
-    folder = shutil.copytree(whole, tmp_path / "run")
+    folder = shutil.copytree(done, tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*.[jp][st]*")}
     no_room = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
-    with started(script.__file__, "--resume", folder, patch=no_room) as process:
+    with started(dqn.__file__, "--resume", folder, patch=no_room) as process:
         assert "File too large" in ended(process, 1)
     assert {path: path.read_bytes() for path in before} == before and not leftovers(folder)
 
