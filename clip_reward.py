@@ -72,7 +72,10 @@ def one_line(error: BaseException) -> str:
     lines = lines[max(causes, default=0) :]
     if len(" ".join(lines)) > 300:
         lines = [shorten(line, max(120, 300 // len(lines))) for line in lines]
-    return ": ".join([type(error).__name__, *filter(None, [shorten(" ".join(lines), 400)])])
+    kind = type(error)
+    own = kind.__module__ in ("builtins", "__main__")
+    name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    return ": ".join([name, *filter(None, [shorten(" ".join(lines), 350)])])
 
 
 def message_of(error: BaseException) -> str:
@@ -333,7 +336,7 @@ def find_weights(folder: Path) -> str:
     if not names or not (folder / "open_clip_config.json").is_file():
         problem = f"needs open_clip_config.json and {WEIGHTS[0]}"
     elif len(names) > 1:
-        problem = f"has several files of weights, leave one: {shorten(', '.join(names), 200)}"
+        problem = f"has several files of weights, leave one: {shorten(', '.join(names), 120)}"
     else:
         return str(folder / names[0])
     raise UsageError(f"--clip-model local-dir:{folder}: {folder.resolve()} {problem}")

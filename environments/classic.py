@@ -6,8 +6,10 @@ import os
 from typing import Any
 
 # No window is ever opened here; pygame would look for a display and complain in every process.
-# (With "dummy" in place of "offscreen" highway-env's tasks give black pictures.)
+# With "dummy" in place of "offscreen" highway-env's tasks give black pictures. An accelerated
+# window would, when it is closed, end EGL for MuJoCo in this process, too.
 os.environ.setdefault("SDL_VIDEODRIVER", "offscreen")
+os.environ.setdefault("SDL_FRAMEBUFFER_ACCELERATION", "0")
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
 
 import gymnasium as gym

@@ -224,6 +224,21 @@ def test_gymnasiums_files_and_pygame_are_quiet_and_an_unstable_simulation_is_not
     assert err.startswith("MuJoCo: Nan, Inf or huge value") and not list(tmp_path.iterdir())
 
 
+def test_a_window_that_pygame_closes_leaves_mujoco_its_egl():
+    out, _ = run_python("""
+        import egl_render, environments.classic
+        egl_render.setup_gl("cpu")
+        import gymnasium, numpy as np, pygame
+        model = gymnasium.make("Humanoid-v5").unwrapped.model
+        egl_render.MujocoRenderer(model, 32).close()
+        pygame.display.init()
+        pygame.display.set_mode((32, 32))
+        pygame.display.quit()
+        print(egl_render.MujocoRenderer(model, 32).render(np.zeros((1, 47))).shape)
+    """)
+    assert out == "(1, 32, 32, 3)"
+
+
 def test_classic_renderer_needs_neither_display_nor_mujoco_and_can_be_terminated():
     out, _ = run_python(
         """

@@ -238,7 +238,7 @@ BROKEN = {
     "WrongRate": "Expected value: ",
     "NoPicture": r"gives no picture \[H, W, 3\] uint8, but NoneType",
     "Floats": "gives no picture .* float64",
-    "Lost": "ContextLost: the GL context is lost",
+    "Lost": "peoples_tasks.ContextLost: the GL context is lost",
     "Missing": "doesn't exist",
 }
 
@@ -282,8 +282,8 @@ def test_a_task_that_draws_itself_trains_with_its_goal_and_its_own_success(tmp_p
 @pytest.mark.parametrize(
     "task, message",
     [
-        ("LostLater", "the environment failed: ContextLost: the GL context is lost"),
-        ("OneLicence", "the environment failed: ContextLost: the GL context is lost"),
+        ("LostLater", "the environment failed: peoples_tasks.ContextLost: the GL context is lost"),
+        ("OneLicence", "the environment failed: peoples_tasks.ContextLost: the GL context is lost"),
         ("Quits", "the process of an environment died while it was made"),
     ],
 )
