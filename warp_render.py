@@ -3,7 +3,7 @@
     renderer = WarpRenderer(model, size=480, camera=egl_render.PAPER_CAMERA, device="cuda:0")
     renderer.draw(states)         # [B, S] float64 -> torch [B, H, W, 3] uint8 on that device
 
-One sample a pixel, hard shadows, a floor that fades far away; no reflections, and nothing of what
+One sample a pixel, hard shadows, floors that fade far away; no reflections, and nothing of what
 `egl_render.left_out_by_warp` names.
 """
 
@@ -58,6 +58,8 @@ class WarpRenderer:
             os.dup2(nothing.fileno() if self.device.type == "cpu" else 2, 2)
             warp.init()  # complains, in C, of a machine without CUDA
             os.dup2(stderr.fileno(), 2)
+        plane = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
+        self.floors = np.flatnonzero(plane & (model.geom_size[:, :2].min(1) == 0)).tolist()
         with self._on_device():
             self.model = mujoco_warp.put_model(model)
             self.data = mujoco_warp.make_data(model, nworld=self.worlds, nconmax=1, njmax=1)
@@ -80,8 +82,9 @@ class WarpRenderer:
         fovy = model.cam_fovy[camera.fixed_id] if fixed else model.vis.global_.fovy
         spec.worldbody.add_camera(fovy=fovy)
         size, make = [(self.size, self.size)], self.mjw.create_render_context
-        aimed = make(spec.compile(), self.worlds, size, True, True, False)
-        outputs = "rgb_data rgb_adr render_rgb depth_data depth_adr render_depth seg_adr render_seg"
+        aimed = make(spec.compile(), self.worlds, size, True, True, True)
+        outputs = "rgb_data rgb_adr render_rgb depth_data depth_adr render_depth"
+        outputs += " seg_data seg_adr render_seg"
         for name in f"nrender cam_res cam_id_map ray_offset total_rays {outputs}".split():
             setattr(self.context, name, getattr(aimed, name))
         return aimed.ray
@@ -122,7 +125,8 @@ class WarpRenderer:
             packed = wp.to_torch(context.rgb_data.view(wp.int32))[: data.nworld]
             colours = packed.view(torch.uint8).view(*shape, 4)[..., :3].flip(-1)  # from BGRA
             depth = wp.to_torch(context.depth_data)[: data.nworld].view(shape)
-            views.append(self._fade(colours, depth, camera))
+            geom = wp.to_torch(context.seg_data)[: data.nworld, :, 0].view(shape)
+            views.append(self._fade(colours.float(), depth, geom, camera).byte())
         return views
 
     def _pose(self, camera):
@@ -137,17 +141,22 @@ class WarpRenderer:
             lookat[:, :2] = places[:count, camera.track_body, :2]
         return lookat + camera.distance * axes[:, :, 2], axes
 
-    def _fade(self, colours, depth, camera):
-        """Fade what is far away to its mean colour in the picture: with one sample a pixel, texels
-        that are smaller than a pixel would flicker whenever the camera moves."""
-        near = NEAR * (self.host_model.stat.extent if camera.fixed_id >= 0 else camera.distance)
-        near *= (self.size / 64) ** 0.5
-        share = (256 * (depth / near - 1) / (FAR / NEAR - 1)).clamp(0, 256).floor()[..., None]
-        images = colours.float()
-        # of whole numbers in double precision: a sum that does not depend on its order
-        total = (images * share).sum((1, 2), keepdim=True, dtype=torch.float64)
-        mean = total / share.sum((1, 2), keepdim=True, dtype=torch.float64).clamp_min(1)
-        return images.lerp_(mean.float(), share / 256).round_().byte()
+    def _fade(self, images, depth, geom, camera):
+        """Fade the endless floors in `images` [B, H, W, 3], far away, to their mean colour in the
+        picture: with one sample a pixel, texels that are smaller than a pixel would flicker
+        whenever the camera moves."""
+        near = camera.distance
+        if camera.fixed_id >= 0:
+            near = np.linalg.norm(self.host_model.cam_poscom0[camera.fixed_id])
+        near *= NEAR * (self.size / 64) ** 0.5
+        far = (256 * (depth / near - 1) / (FAR / NEAR - 1)).clamp(0, 256).floor()
+        for floor in self.floors:
+            share = (far * (geom == floor))[..., None]
+            # of whole numbers in double precision: a sum that does not depend on its order
+            total = (images * share).sum((1, 2), keepdim=True, dtype=torch.float64)
+            mean = total / share.sum((1, 2), keepdim=True, dtype=torch.float64).clamp_min(1)
+            images = images.lerp_(mean.float(), share / 256).round_()
+        return images
 
     def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """`draw` into `out` [B, *frame_shape] uint8 on the host, allocated when None -> out."""
