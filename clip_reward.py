@@ -330,7 +330,7 @@ VOCABULARIES = "tokenizer.json", "*.model", "vocab.txt", "merges.txt"
 def find_weights(folder: Path) -> str:
     """Return the file of weights in a model's folder: the first of WEIGHTS, or else the only file
     of another name, such as a training checkpoint, epoch_5.pt. Raises UsageError."""
-    files = (path for path in folder.glob("*") if path.is_file())
+    files = (path for path in folder.glob("[!.]*") if path.is_file())
     names = sorted(x.name for x in files if x.suffix in (".safetensors", ".bin", ".pth", ".pt"))
     names = [name for name in WEIGHTS if name in names][:1] or names
     if not names or not (folder / "open_clip_config.json").is_file():

@@ -96,6 +96,7 @@ def left_out_by_warp(model: "mujoco.MjModel") -> str:
         "tendons": model.wrap_type == mujoco.mjtWrap.mjWRAP_SITE,
         "skins": model.skin_rgba[:, 3] > 0,
         "transparency": (0 < alpha) & (alpha < 1) & (model.geom_group < 3),
+        "the lenses of its cameras": (model.cam_projection > 0) | model.cam_sensorsize.any(1),
     }
     return ", ".join(name for name, shown in parts.items() if shown.any())
 
@@ -221,11 +222,13 @@ def choose_camera(
 ) -> Camera | list[Camera]:
     """Return the `Camera` that the flags ask for in a Gymnasium MuJoCo environment, with several
     azimuths a list. What no flag says is as in `default`: the paper's for the humanoid, else the
-    environment's. It tracks the body of the first joint if that is free or slides without limits: a
-    robot that can leave the picture, but not a cart on a rail or a pushed puck."""
+    environment's. Unless the task says where its camera looks, it tracks the first body that is
+    free or slides without limits and has actuators: a robot that can leave the picture, but not a
+    cart on a rail, a ball or a pushed puck."""
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint
+    config = env.unwrapped.mujoco_renderer.default_cam_config or {}
     humanoid = env.spec and env.spec.id.startswith("Humanoid") and is_gymnasiums(env.spec)
     camera = default or (PAPER_CAMERA if humanoid else env_camera(env))
     values = {name: getattr(args, f"camera_{name}") for name in CAMERA_VALUES}
@@ -234,8 +237,13 @@ def choose_camera(
         return camera  # one of the model's own, which tracks in its own way
     slides = (model.jnt_type == joint.mjJNT_SLIDE) & (model.jnt_limited == 0)
     endless = slides | (model.jnt_type == joint.mjJNT_FREE)
-    if default is None and endless[:1].any():
-        camera = replace(camera, track_body=int(model.jnt_bodyid[0]))
+    roots = model.body_rootid[model.jnt_bodyid]
+    of_joints = model.actuator_trntype == mujoco.mjtTrn.mjTRN_JOINT
+    driven = {*roots[model.actuator_trnid[of_joints, 0]]} or {*roots[:1]}
+    robots = [int(body) for body in model.jnt_bodyid[endless] if body in driven]
+    looks_there = "lookat" in config and "trackbodyid" not in config
+    if default is None and robots and not looks_there:
+        camera = replace(camera, track_body=robots[0])
     azimuths = given.pop("azimuth", [camera.azimuth])
     camera = replace(camera, **given, fixed_id=-1)
     cameras = [replace(camera, azimuth=azimuth) for azimuth in azimuths]
@@ -298,17 +306,21 @@ def why_own_render(make: Any) -> str:
     task, spec = env.unwrapped, env.spec
     if not isinstance(task, MujocoEnv):
         return "it is no MujocoEnv of Gymnasium"
-    if is_gymnasiums(spec) and not spec.additional_wrappers and not spec.kwargs:
+    changed = spec.additional_wrappers or {*spec.kwargs} - {"render_mode"}
+    if is_gymnasiums(spec) and not changed:
         return ""
-    if not getattr(task, "mujoco_renderer", None):
+    renderer = getattr(task, "mujoco_renderer", None)
+    if not renderer:
         return "it does not draw by Gymnasium's MujocoRenderer"
-    if task.width != task.height:
+    size = renderer.height, renderer.width
+    if size[0] != size[1]:
         return "its pictures are not square"
     new = copy.copy(task.model)
     with contextlib.suppress(Exception):  # no OpenGL, or a task that cannot draw itself
         gl_renderer()
-        env.close()
-        env = make(render_mode="rgb_array")
+        if "rgb_array" in env.metadata["render_modes"]:
+            env.close()
+            env = make(render_mode="rgb_array")
     task, seen = env.unwrapped, []
     env.action_space.seed(0)
     for seed, steps in enumerate((0, 1, 50)):
@@ -326,15 +338,23 @@ def why_own_render(make: Any) -> str:
             picture, viewer = env.render(), task.mujoco_renderer.viewer
             if viewer is None:
                 return "it does not draw by Gymnasium's MujocoRenderer"
-            if picture.shape != (task.height, task.width, 3):
+            if picture.shape != (*size, 3):
                 return "its render() gives another size than its renderer"
             seen.append((state_of(data), picture, copy.copy(viewer.cam)))
             limit = viewer.scn.maxgeom
     env.close()
     if not seen:
         return ""
+    own, (*_, first) = env_camera(env), seen[0]
+    for *_, camera in seen:
+        fixed_id = camera.fixedcamid if camera.type == mujoco.mjtCamera.mjCAMERA_FIXED else -1
+        view = Camera(camera.distance, camera.azimuth, camera.elevation, own.lookat, -1, fixed_id)
+        if fixed_id != own.fixed_id or not (own.fixed_id >= 0 or view == own):
+            return "its render() sets the camera"
+        if (camera.lookat != first.lookat).any():
+            return "its render() moves the camera"
     data = mujoco.MjData(model)
-    with mujoco.Renderer(model, task.height, task.width, max_geom=limit) as renderer:
+    with mujoco.Renderer(model, *size, max_geom=limit) as renderer:
         for state, picture, camera in seen:
             place(model, data, [part[0] for part in parts_of(state[None], model)])
             for _ in range(2):  # as above

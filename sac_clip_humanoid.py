@@ -48,7 +48,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from annotated_types import Interval
-from PIL import Image
+from PIL import Image, ImageOps
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
@@ -132,7 +132,7 @@ def errors_of_task(env_id):
         yield
     except UsageError:
         raise
-    except gym.error.Error as error:
+    except (RunError, gym.error.Error) as error:
         raise UsageError(f"--env-id {env_id}: {message_of(error)}") from error
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -141,13 +141,23 @@ def errors_of_task(env_id):
         raise UsageError(f"--env-id {env_id}: {problem} ({where})") from error
 
 
+def make_task(env_id: str, **kwargs):
+    """`gym.make` without the window that some tasks open if they are not told."""
+    try:
+        return gym.make(env_id, **{"render_mode": None} | kwargs)
+    except TypeError as error:
+        if "render_mode" not in str(error):
+            raise
+        return gym.make(env_id, **kwargs)
+
+
 @functools.cache  # making an environment takes time
 def why_own_render(env_id: str) -> str:
     """Return why only its own render() can draw the task, or "" if it is drawn from states."""
     if env_id == MOUNTAIN_CAR:
         return ""
     with errors_of_task(env_id):
-        return egl_render.why_own_render(functools.partial(gym.make, env_id))
+        return egl_render.why_own_render(functools.partial(make_task, env_id))
 
 
 @functools.cache
@@ -157,7 +167,7 @@ def describe_env(env_id: str):
     egl_render.setup_gl()  # before mujoco is imported
     egl_render.quiet_mujoco()
     with errors_of_task(env_id):
-        env = gym.make(env_id)
+        env = make_task(env_id)
         env.reset(seed=0)
         env.close()  # there may be a task of which there can be only one
     actions = env.action_space
@@ -166,29 +176,34 @@ def describe_env(env_id: str):
         other = "; use dqn_clip_classic.py" if isinstance(actions, gym.spaces.Discrete) else ""
         need = f"SAC needs bounded continuous actions, not {actions}"
         raise UsageError(f"--env-id {env_id}: {need}{other}")
+    if not env.observation_space.is_np_flattenable:
+        raise UsageError(f"--env-id {env_id}: its observations vary in size")
     return None if why_own_render(env_id) else state_of(env)
 
 
-def own_picture(env, size):
-    """Return the picture of the task's own render() [H, W, 3] uint8, at most `size` high and wide.
-    Raises RunError if it gives none."""
+def own_picture(env, size, shape=None):
+    """Return the picture of the task's own render() [H, W, 3] uint8, at most `size` high and wide,
+    with black bars if `shape` is another than its own. Raises RunError if it gives none."""
     frame = env.render()
-    if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim not in (2, 3):
-        form = getattr(frame, "shape", type(frame).__name__), getattr(frame, "dtype", "")
-        raise RunError(f"its render() gives no picture [H, W, 3] uint8, but {form[0]} {form[1]}")
-    image = Image.fromarray(frame).convert("RGB")
+    form = frame.shape[2:] if isinstance(frame, np.ndarray) and frame.dtype == np.uint8 else None
+    if form not in ((), (1,), (3,), (4,)):
+        given = getattr(frame, "shape", type(frame).__name__), getattr(frame, "dtype", "")
+        raise RunError(f"its render() gives no picture [H, W, 3] uint8, but {given[0]} {given[1]}")
+    image = Image.fromarray(frame[..., 0] if form == (1,) else frame).convert("RGB")
     image.thumbnail((size, size))  # never enlarges
-    return np.asarray(image)
+    return np.asarray(ImageOps.pad(image, shape[1::-1]) if shape else image)
 
 
-def check_picture(args: Args) -> None:
-    """Raise UsageError if the task has to draw itself and cannot."""
-    if why_own_render(args.env_id) and (args.reward == "clip" or args.video_freq):
-        with errors_of_task(args.env_id):
-            env = gym.make(args.env_id, render_mode="rgb_array")
-            env.reset(seed=0)
-            own_picture(env, args.frame_size)
-            env.close()
+@functools.cache
+def own_shape(env_id: str, size: int):
+    """Return the shape [H, W, 3] of the first picture of the task's own render(), which is that of
+    its other pictures, too. Raises UsageError if the task cannot draw itself."""
+    with errors_of_task(env_id):
+        env = gym.make(env_id, render_mode="rgb_array")
+        env.reset(seed=0)
+        picture = own_picture(env, size)
+        env.close()
+    return picture.shape
 
 
 def check_args(args: Args) -> None:
@@ -205,7 +220,8 @@ def check_args(args: Args) -> None:
         raise UsageError(f"--judge: {args.env_id} has no states to judge")
     if args.camera_azimuth and (state is None or args.env_id == MOUNTAIN_CAR):
         raise UsageError(f"--camera-azimuth: {args.env_id} has no camera")
-    check_picture(args)
+    if state is None and (args.reward == "clip" or args.video_freq):
+        own_shape(args.env_id, args.frame_size)
     args.check_reward()
 
 
@@ -223,14 +239,14 @@ def check_memory(args: Args, observation_dim: int) -> None:
 class EndlessEpisodes(gym.Wrapper):
     """Episodes that never end by themselves: an early end would tell the agent about the task
     (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
-    needs, "states" or "frames", and "success" where the task has a rule of its own. Frames, [H, W,
-    3] uint8 of at most `frame_size`, are rendered at the steps in `rendered`; those of a `filmed`
+    needs, "states" or "frames", and "success" where the task has a rule of its own. Frames, uint8
+    of `frame_shape` [H, W, 3], are rendered at the steps in `rendered`; those of a `filmed`
     environment at all steps of an episode that began with reset(options={"film": True})."""
 
-    def __init__(self, env, by_state, frame_size, rendered, filmed):
+    def __init__(self, env, by_state, frame_shape, rendered, filmed):
         super().__init__(env)
         self.by_state = by_state  # whether pictures are drawn from states
-        self.frame_size = frame_size
+        self.frame_shape = frame_shape
         self.rendered = rendered
         self.filmed = filmed
 
@@ -254,11 +270,14 @@ class EndlessEpisodes(gym.Wrapper):
         if simulated_time(self) < before:
             raise RunError(egl_render.UNSTABLE)
         success = info.get("success", info.get("is_success"))
-        info = {} if success is None else {"success": success}
+        try:
+            info = {} if success is None else {"success": float(np.mean(success))}
+        except (TypeError, ValueError) as error:
+            raise RunError(f"the success in its info is no number: {success!r}") from error
         if self.by_state:
             info["states"] = state_of(self)
         elif self.film or self.t in self.rendered:
-            info["frames"] = own_picture(self.env, self.frame_size)
+            info["frames"] = own_picture(self.env, max(self.frame_shape), self.frame_shape)
         self.t += 1
         return observation, float(reward), False, False, info
 
@@ -267,7 +286,7 @@ def simulated_time(env):
     """Return the time of MuJoCo's simulation in seconds, 0 for other tasks."""
     import mujoco
 
-    data = getattr(env.unwrapped, "data", None)
+    data = vars(env.unwrapped).get("data")  # no property of the task's: it may do anything
     return data.time if isinstance(data, mujoco.MjData) else 0.0
 
 
@@ -276,6 +295,7 @@ def make_env(args: Args, filmed=False):
     use_clip = args.reward == "clip"
     by_state = not why_own_render(args.env_id)
     frames = (use_clip or args.video_freq) and not by_state
+    frame_shape = own_shape(args.env_id, args.frame_size) if frames else ()
     rendered = clip_reward.scored_steps(args.episode_length, args.score_every) if use_clip else []
 
     def thunk():
@@ -288,14 +308,14 @@ def make_env(args: Args, filmed=False):
         if frames:
             kwargs["render_mode"] = "rgb_array"
         try:  # True would make v4 tasks pay the healthy reward in every state
-            env = gym.make(args.env_id, terminate_when_unhealthy=False, **kwargs)
+            env = make_task(args.env_id, terminate_when_unhealthy=False, **kwargs)
         except Exception:  # a task without health
-            env = gym.make(args.env_id, **kwargs)
+            env = make_task(args.env_id, **kwargs)
         if args.env_id == MOUNTAIN_CAR:
             env = classic.MountainCarTask(env)
         if len(env.observation_space.shape or ()) != 1:  # observations are pictures or a Dict
             env = gym.wrappers.FlattenObservation(env)
-        return EndlessEpisodes(env, by_state, args.frame_size, rendered, filmed)
+        return EndlessEpisodes(env, by_state, frame_shape, rendered, filmed)
 
     return thunk
 

@@ -3,8 +3,8 @@
     renderer = WarpRenderer(model, size=480, camera=egl_render.PAPER_CAMERA, device="cuda:0")
     renderer.draw(states)         # [B, S] float64 -> torch [B, H, W, 3] uint8 on that device
 
-One sample a pixel, hard shadows, floors that fade far away; no reflections, and nothing of what
-`egl_render.left_out_by_warp` names.
+One sample a pixel, hard shadows, large floors that fade far away; no reflections, and nothing of
+what `egl_render.left_out_by_warp` names.
 """
 
 import os
@@ -58,8 +58,9 @@ class WarpRenderer:
             os.dup2(nothing.fileno() if self.device.type == "cpu" else 2, 2)
             warp.init()  # complains, in C, of a machine without CUDA
             os.dup2(stderr.fileno(), 2)
-        plane = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
-        self.floors = np.flatnonzero(plane & (model.geom_size[:, :2].min(1) == 0)).tolist()
+        plane, half = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE, model.geom_size[:, :2].min(1)
+        # endless, or too large for a wall or a goal (m)
+        self.floors = np.flatnonzero(plane & ((half == 0) | (half >= 10))).tolist()
         with self._on_device():
             self.model = mujoco_warp.put_model(model)
             self.data = mujoco_warp.make_data(model, nworld=self.worlds, nconmax=1, njmax=1)
@@ -142,9 +143,9 @@ class WarpRenderer:
         return lookat + camera.distance * axes[:, :, 2], axes
 
     def _fade(self, images, depth, geom, camera):
-        """Fade the endless floors in `images` [B, H, W, 3], far away, to their mean colour in the
-        picture: with one sample a pixel, texels that are smaller than a pixel would flicker
-        whenever the camera moves."""
+        """Fade large floors in `images` [B, H, W, 3], far away, to their mean colour there: with
+        one sample a pixel, texels that are smaller than a pixel would flicker whenever the
+        camera moves."""
         near = camera.distance
         if camera.fixed_id >= 0:
             near = np.linalg.norm(self.host_model.cam_poscom0[camera.fixed_id])

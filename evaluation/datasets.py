@@ -164,8 +164,8 @@ def label_rows(path):
         raise UsageError(f"{path}, line {line}: not labels: {error} in its cells") from error
     (line, header), *rows = [(n, cells) for n, cells in table.items() if any(cells)] or [(1, [])]
     header, wanted = [name.lower() for name in header], ",".join(LABEL_COLUMNS)
-    if not set(LABEL_COLUMNS) <= set(header):
-        problem = f"the columns must include {wanted}, not {shorten(head, 80)!r}"
+    if any(header.count(name) != 1 for name in LABEL_COLUMNS):
+        problem = f"the columns must include {wanted}, each once, not {shorten(head, 80)!r}"
         raise UsageError(f"{path}, line {line}: not labels: {problem}")
     columns = list(dict.fromkeys(header))
     rows = {line: dict.fromkeys(columns, "") | dict(zip(header, cells)) for line, cells in rows}
@@ -183,7 +183,7 @@ def read_labels(path, dataset, task):
     labels = {"frame": {}, "episode": {}}
     for line, row in label_rows(path)[1].items():
         name, unit, index, about, label = (row[column] for column in LABEL_COLUMNS)
-        if (name, about) != (dataset.path.stem, task):
+        if (name.removesuffix(".npz"), about) != (dataset.path.stem, task):
             continue
         if (
             not index.isdecimal()

@@ -11,7 +11,7 @@ import gymnasium as gym
 import mujoco
 import numpy as np
 from gymnasium.envs.mujoco import MujocoEnv
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, Sequence
 
 ANY = Box(-np.inf, np.inf, (1,), np.float64)
 XML = """
@@ -121,6 +121,35 @@ class Trail(Slider):
         return picture
 
 
+class Turned(Slider):
+    """Its render() looks from the other side."""
+
+    def render(self):
+        self.mujoco_renderer._get_viewer("rgb_array").cam.azimuth = 270.0
+        return super().render()
+
+
+class Follower(Slider):
+    """Its render() follows the slider."""
+
+    def render(self):
+        self.mujoco_renderer._get_viewer("rgb_array").cam.lookat[0] = self.data.qpos[0]
+        return super().render()
+
+
+class Window(Slider):
+    """It opens a window unless it is told not to."""
+
+    def __init__(self, render_mode="human"):
+        super().__init__(render_mode)
+
+
+class Renderless(Slider):
+    """It has no render modes."""
+
+    metadata = {"render_modes": []}
+
+
 class Heavy(Slider):
     """No picture shows what changes."""
 
@@ -206,6 +235,35 @@ class Raw(Flat):
         super().__init__(render_mode)
         self.model = mujoco.MjModel.from_xml_path(str(PATHS["true"]))
         self.data = mujoco.MjData(self.model)
+
+
+class Grey(Flat):
+    """Grey pictures [H, W, 1], of another width at every step."""
+
+    def render(self):
+        return super().render()[:, int(100 * self.place) + 100 :, :1]
+
+
+class Unconnected(Flat):
+    """It has a property called data that cannot be read, and a success that is an array."""
+
+    @property
+    def data(self):
+        raise RuntimeError("not connected")
+
+    def step(self, action):
+        return *super().step(action)[:4], {"success": np.array([True, False])}
+
+
+class Boast(Flat):
+    """Its success is no number."""
+
+    def step(self, action):
+        return *super().step(action)[:4], {"success": "yes"}
+
+
+class Varied(Flat):
+    observation_space = Sequence(ANY)
 
 
 class NeedsMap(Flat):

@@ -472,6 +472,7 @@ def test_a_folder_s_only_file_of_weights_is_loaded_by_any_name(
     tiny, file, prefix, tmp_path, caplog
 ):
     name = model_folder(tmp_path, None if prefix is None else trained(prefix), file=file)
+    (tmp_path / f"._{file}").touch()  # macOS leaves such files
     RewardArgs(target_prompt=("words",), clip_model=name).check_reward()
     ours, theirs = load_clip(name).model.state_dict(), tiny.model.state_dict()
     assert ours.keys() == theirs.keys() and not caplog.records

@@ -832,6 +832,7 @@ SAVED = {  # by a spreadsheet: as what
     "columns in another order": b"label,task,index,unit,dataset\n1,cartpole,0,frame,cart\n"
     b"0,cartpole,3,frame,cart\n",
     "no end of the last line": LABELS.strip().encode(),
+    "the file's whole name": LABELS.replace("\ncart,", "\ncart.npz,").encode(),
 }
 
 
@@ -846,7 +847,8 @@ def test_labels_that_a_spreadsheet_saved_are_read(cart, kind, tmp_path):
 @pytest.mark.parametrize(
     "content, line, said",
     [
-        (b"", 1, "the columns must include dataset,unit,index,task,label, not ''"),
+        (b"", 1, "the columns must include dataset,unit,index,task,label, each once, not ''"),
+        (LABELS.replace("task,label", "task,label,label").encode(), 1, "each once"),
         (b"PK\x03\x04\x14\0\x06\0 a workbook", 1, "the columns must include dataset,unit"),
         (b"\ncart,frame,0,cartpole,1\n", 2, "not 'cart,frame,0,cartpole,1'"),
         ((LABELS + "\ncart,frame\n").encode(), 5, "dataset,unit,index,task,label must all have"),

@@ -12,7 +12,7 @@ from PIL import Image
 
 import egl_render
 import sac_clip_humanoid as sac
-from clip_reward import CLIPReward, UsageError, load_clip
+from clip_reward import CLIPReward, RunError, UsageError, load_clip
 from egl_render import Camera, MujocoRenderer, RenderArgs, textured_model
 from warp_render import WarpRenderer
 
@@ -102,7 +102,7 @@ def test_more_than_a_thousand_geoms_are_all_drawn(renderer):
 
 # ------------------------------------------------------------------------------ states
 
-BY_STATE = ["Slider", "Painted", "Dimmed", "Heavy", "Alias"]
+BY_STATE = ["Slider", "Painted", "Dimmed", "Heavy", "Alias", "Window", "Renderless"]
 BY_ITSELF = {
     "MovedSite": r"its model changes \(site_pos\)",
     "MovedBody": r"its model changes \(body_pos\)",
@@ -112,6 +112,8 @@ BY_ITSELF = {
     "Trail": "shows more than its state",
     "ByChance": r"its model changes \(geom_rgba\)",
     "Words": "shows more than its state",
+    "Turned": "sets the camera",
+    "Follower": "moves the camera",
     "TwoWorlds": "does not draw by",
     "Shown": "moves sites in its data",
     "Wide": "not square",
@@ -202,6 +204,49 @@ def test_what_warp_leaves_out_is_said_and_drawn_by_opengl_if_there_is(monkeypatc
     assert egl_render.draws_by_warp(RenderArgs(renderer="warp"), model)
 
 
+CAMERAS = {  # more of a model -> the body that the camera tracks
+    "": 2,
+    '<body pos="0 1 0"><freejoint/><geom size=".1"/></body>': 3,  # a ball before the robot
+    '<body><geom size=".1"/><body><joint type="slide"/><geom size=".1"/></body></body>': 4,
+}
+
+
+@pytest.mark.parametrize("more", CAMERAS)
+def test_the_camera_tracks_the_robot_unless_the_task_says_where_it_looks(more, peoples, tmp_path):
+    xml = peoples.XML.format(mocap="true").replace("<body pos=", more + "<body pos=")
+    (tmp_path / "model.xml").write_text(xml)
+
+    class Task(peoples.Slider):
+        xml = tmp_path / "model.xml"
+
+    task = Task()
+    assert egl_render.choose_camera(RenderArgs(), task).track_body == -1
+    task.mujoco_renderer.default_cam_config = {"distance": 4.0}
+    assert egl_render.choose_camera(RenderArgs(), task).track_body == CAMERAS[more]
+    task.mujoco_renderer.default_cam_config = {"lookat": np.zeros(3), "trackbodyid": 1}
+    assert egl_render.choose_camera(RenderArgs(), task).track_body == CAMERAS[more]
+
+
+FAR_AWAY = """
+<mujoco><worldbody><light pos="0 0 4"/><geom type="plane" size="0 0 .1" material="tiles"/>
+<geom pos="-6 0 1" size=".8" rgba="1 0 0 1"/><camera name="low" pos="4 0 .5" xyaxes="0 1 0 0 0 1"/>
+<body pos="0 0 .1"><joint type="slide" range="-1 1"/><geom size=".1"/></body></worldbody>
+<asset><texture name="tiles" type="2d" builtin="checker" width="64" height="64" rgb1="1 1 1"/>
+<material name="tiles" texture="tiles" texrepeat="3 3" texuniform="true"/></asset></mujoco>"""
+
+
+@pytest.mark.parametrize("camera", [Camera(3, 180, -8), Camera(3, 180, -8, fixed_id=0)])
+def test_only_floors_fade_where_they_are_far_away(camera, renderer):
+    import mujoco
+
+    model = mujoco.MjModel.from_xml_string(FAR_AWAY)
+    (picture,) = MujocoRenderer(model, 64, camera).render(np.zeros((1, 2))).astype(int)
+    red = picture[..., 0] > picture[..., 1] + 100
+    assert 40 < red.sum() < 400 and picture[red].std(0)[0] < 60
+    near = picture[48:].mean(-1)  # the tiles in front have two colours
+    assert near.std() > 15
+
+
 # ------------------------------------------------------------------------------ frames
 
 
@@ -227,6 +272,20 @@ def test_all_of_a_frame_that_is_not_square_is_seen(tmp_path):
     np.testing.assert_allclose(goal, wide[0], atol=1e-6)
 
 
+def test_pictures_are_as_large_as_the_first_and_success_is_a_share():
+    env = sac.make_env(args_for("Grey"))()
+    env.reset(seed=0, options={})
+    frames = [env.step(np.float32([place]))[-1]["frames"] for place in (-0.5, 0.0, 0.9)]
+    assert {frame.shape for frame in frames} == {(96, 120, 3)}
+    env = sac.make_env(args_for("Unconnected"))()
+    env.reset(seed=0, options={})
+    assert env.step(np.float32([0]))[-1]["success"] == 0.5
+    env = sac.make_env(args_for("Boast"))()
+    env.reset(seed=0, options={})
+    with pytest.raises(RunError, match="the success in its info is no number: 'yes'"):
+        env.step(np.float32([0]))
+
+
 # ------------------------------------------------------------------------------ errors
 
 BROKEN = {
@@ -240,6 +299,7 @@ BROKEN = {
     "Floats": "gives no picture .* float64",
     "Lost": "peoples_tasks.ContextLost: the GL context is lost",
     "Missing": "doesn't exist",
+    "Varied": "observations vary in size",
 }
 
 

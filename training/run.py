@@ -225,7 +225,7 @@ def excepthook(kind, error, trace, after=""):
     lines = str(error).splitlines() or [""]
     lost = issubclass(kind, (EOFError, ConnectionError))  # what Gymnasium says of a dead process
     if lost and connection.wait([process.sentinel for process in children], timeout=1):
-        codes = [str(process.exitcode) for process in children if process.exitcode is not None]
+        codes = sorted({str(c.exitcode) for c in children if c.exitcode is not None})
         lines = [f"the process of an environment died (exit code {', '.join(codes)})"]
     elif not issubclass(kind, (UsageError, RunError)):
         sys.__excepthook__(kind, error, trace)
