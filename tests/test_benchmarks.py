@@ -54,6 +54,7 @@ def test_a_piece_that_fails_is_named_and_makes_the_exit_code_1(tmp_path):
     assert "INCOMPLETE: updates, exit code 1" in printed and "== overlap_warp" in printed
 
 
+@pytest.mark.slow
 def test_pipeline_runs_the_classic_tasks_by_dqn(tmp_path):
     small = ["--num-envs", 2, "--episode-length", 10, "--gradient-steps", 2, "--rollouts", 1]
     small += ["--env-id", "CartPole-v1", "--reward-devices", "cpu"]
@@ -107,7 +108,8 @@ def test_intervals_over_seeds_are_those_of_the_bootstrap():
     np.testing.assert_allclose([low, high], np.percentile(means, [2.5, 97.5], axis=0), atol=0.08)
 
 
-@pytest.mark.parametrize("arch", ["ViT-B-32", pytest.param("RN50", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["ViT-B-32", "RN50"])
 def test_a_random_model_is_loaded_like_any_other(arch, tmp_path):
     """Half precision on the disk; the architecture's own preprocessing; the same for one seed."""
     import open_clip

@@ -54,6 +54,7 @@ def test_pictures_are_the_cpu_s_and_the_same_in_any_chunks(device, states):
     assert (frames.cpu().int() - exact.int()).abs().float().mean() < 1
 
 
+@pytest.mark.slow
 @EACH
 def test_two_workers_give_the_rewards_of_one(device, states):
     args, rewards = flags(device), []

@@ -142,7 +142,7 @@ def test_the_bootstrap_interval_covers_and_knows_that_states_of_an_episode_are_a
     rng = np.random.default_rng(4)
     truth = math.sqrt((1 - 0.6) / 2)
     covered, widths = 0, {"episodes": [], "states": []}
-    for trial in range(40):
+    for trial in range(20):
         # 40 episodes of 10 equal states each: 40 independent draws, not 400
         pair = rng.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], size=40)
         x, y = np.repeat(pair, 10, axis=0).T
@@ -153,7 +153,7 @@ def test_the_bootstrap_interval_covers_and_knows_that_states_of_an_episode_are_a
         widths["episodes"].append(high - low)
         _, low, high = epic_interval(x, y, np.arange(400), 300, trial)
         widths["states"].append(high - low)
-    assert covered >= 34  # 38 expected
+    assert covered >= 16  # 19 expected
     ratio = np.mean(widths["episodes"]) / np.mean(widths["states"])
     assert ratio == pytest.approx(math.sqrt(10), rel=0.15)
     assert all(map(math.isnan, epic_interval(x, np.ones(400), episodes)))
@@ -934,6 +934,7 @@ gym.register("Line-v0", Line)
 """
 
 
+@pytest.mark.slow
 def test_a_task_without_states_is_judged_by_its_own_verdict(tmp_path, command):
     (tmp_path / "line.py").write_text(OWN_VERDICT)
     words = ["--env-id", "line:Line-v0", "--reward", "ground-truth", "--num-envs", 2]

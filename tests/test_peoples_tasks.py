@@ -343,7 +343,11 @@ def test_a_task_that_draws_itself_trains_with_its_goal_and_its_own_success(tmp_p
     "task, message",
     [
         ("LostLater", "the environment failed: peoples_tasks.ContextLost: the GL context is lost"),
-        ("OneLicence", "the environment failed: peoples_tasks.ContextLost: the GL context is lost"),
+        pytest.param(
+            "OneLicence",
+            "the environment failed: peoples_tasks.ContextLost: the GL context is lost",
+            marks=pytest.mark.slow,
+        ),
         ("Quits", "the process of an environment died while it was made"),
     ],
 )

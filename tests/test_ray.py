@@ -94,6 +94,7 @@ def test_lost_actors_change_no_reward(cluster, tmp_path, capfd, monkeypatch):
             assert wait_until(lambda: all_at_work(pool, tmp_path, 2), 60)
 
 
+@pytest.mark.slow
 def test_what_an_actor_raises_arrives(cluster):
     pool = make_pool(PaintRenderer, MeanReward, ["ray:1"])
     with pytest.raises(RunError, match=r"(?s)helpers\.py.*cannot paint -1"):
@@ -174,6 +175,7 @@ def test_a_run_on_two_nodes_is_the_local_run_though_an_actor_is_killed(cluster, 
     assert len(list((ours / "videos").glob("*.mp4"))) == 2
 
 
+@pytest.mark.slow
 def test_actors_score_and_draw_as_processes_do_to_the_bit(cluster):
     flags = {"target_prompt": (helpers.KNEELING,), "clip_model": helpers.TINY, "render_size": 64}
     args = sac.Args(**flags)

@@ -34,7 +34,7 @@ SMALL = [
     *("--batch-size", 16, "--gradient-steps", 6, "--learning-starts", 24),
 ]
 CLIP = {
-    sac: [*SMALL, "--target-prompt", KNEELING, "--clip-model", TINY],
+    sac: [*SMALL, "--target-prompt", KNEELING, "--clip-model", TINY, "--reward-devices", "cpu"],
     dqn: [*SMALL, "--target-prompt", UPRIGHT, "--clip-model", TINY, "--reward-devices", "cpu"],
 }
 TRUTH = [*SMALL, "--reward", "ground-truth", "--video-freq", 0]
@@ -137,7 +137,7 @@ gym.register("Task-v0", Task, disable_env_checker=True)
 """
 
 
-@pytest.mark.parametrize("last", [None, 7])
+@pytest.mark.parametrize("last", [None, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_task_with_pictures_of_its_own(last, tmp_path):
     """Without a frame rate; its success; what its render() raises ends the run and is named."""
     (tmp_path / "own_pictures.py").write_text(OWN_PICTURES.replace("LAST", str(last)))
@@ -294,7 +294,8 @@ def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
     torch.testing.assert_close(var.double(), seen.var(0, correction=0), atol=1e-4, rtol=1e-3)
 
 
-@MOSTLY_DQN
+@pytest.mark.slow
+@BOTH
 def test_a_new_run_may_start_with_the_networks_of_a_checkpoint(script, tmp_path):
     more = [] if script is sac else ["--no-anneal-lr"]  # or 48 steps would anneal faster
     run(script.__file__, *TRUTH, *more, "--total-timesteps", 72, "--runs-dir", tmp_path / "first")
@@ -349,23 +350,23 @@ def test_a_run_is_found_by_latest_and_by_the_folder_around_it(tmp_path, monkeypa
 
 
 def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_path):
-    base = [dqn.__file__, *CLIP[dqn], "--video-freq", 0, "--total-timesteps", 1200]
+    base = [dqn.__file__, *TRUTH, "--total-timesteps", 2400]
     base += ["--checkpoint-freq", 120, "--anneal-lr", "--layer-norm"]
     base += ["--target-network-frequency", 4, "--buffer-size", 60, "--runs-dir"]
     run(*base, tmp_path / "whole")
     assert interrupt(signal.SIGTERM, 240, *base, tmp_path / "half") == 128 + signal.SIGTERM
     half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
     stopped = checkpoint(half)["global_step"]
-    assert 240 <= stopped < 1200, "too late to interrupt it"
+    assert 240 <= stopped < 2400, "too late to interrupt it"
     assert interrupt(signal.SIGKILL, 720, dqn.__file__, "--resume", half) == -signal.SIGKILL
-    assert stopped < checkpoint(half)["global_step"] < 1200
+    assert stopped < checkpoint(half)["global_step"] < 2400
     run(dqn.__file__, "--resume", half)
     one, two = checkpoint(half), checkpoint(whole)
     assert equal(one, two)
-    assert one["updates"] == 50 * 6 and one["replay"]["count"] == 1200
+    assert one["updates"] == 100 * 6 and one["replay"]["count"] == 2400
     assert equal(checkpoint(half, "best"), checkpoint(whole, "best"))
     values, _ = scalars(half)
-    assert [event.step for event in values["charts/epsilon"]] == list(range(24, 1201, 24))
+    assert [event.step for event in values["charts/epsilon"]] == list(range(24, 2401, 24))
 
 
 @MOSTLY_DQN
@@ -434,7 +435,7 @@ def workers(pid):
 def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(script, tmp_path):
     """The learner is saved as it was after the last rollout, however rare the checkpoints are."""
     flags = [script.__file__, *CLIP[script], "--reward-devices", "cpu", "cpu", "--video-freq", 0]
-    flags += ["--total-timesteps", 480, "--clip-batch-size", 8, "--checkpoint-freq", 0]
+    flags += ["--total-timesteps", 144, "--clip-batch-size", 8, "--checkpoint-freq", 0]
     run(*flags, "--runs-dir", tmp_path / "whole")
     command = shlex.join(map(str, [sys.executable, *flags, "--runs-dir", tmp_path / "killed"]))
     process = subprocess.Popen(
@@ -443,7 +444,7 @@ def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(scrip
         env=helpers.environment(),
     )
     for line in process.stdout:
-        if line.startswith(("step 48/", "step 240/")):
+        if line.startswith("step 48/"):
             os.kill(workers(process.pid)[0], signal.SIGKILL)
     assert process.wait() == 0
     one, two = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
@@ -452,7 +453,7 @@ def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(scrip
         resume = rf"python \S*{script.__name__}\.py --resume {two}"
         died = r"error: a reward worker died \(exit code -9; .*\); saved: step_\d+\.pt"
         assert re.fullmatch(f"{died}; resume with: {resume}", error)
-    assert len(errors) == 2
+    assert len(errors) == 1
     for name in (None, "best"):
         assert helpers.equal(checkpoint(one, name), checkpoint(two, name))
 

@@ -37,6 +37,7 @@ def learn(tmp_path, *arguments, **environment):
 # ------------------------------------------------------------------------------ tasks
 
 
+@pytest.mark.slow
 def test_any_continuous_task_through_frames(tmp_path):
     folder = learn(tmp_path, "--env-id", "Pendulum-v1", "--total-timesteps", 48)
     values, _ = scalars(folder)

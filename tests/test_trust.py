@@ -89,8 +89,8 @@ def finite(state):
 @pytest.mark.parametrize(
     "script, kinds",
     [
-        ("sac", ["environment", "kill", "worker", "start", "hup"]),
-        ("dqn", ["rename", "kill", "cut", "full", "int"]),
+        ("sac", ["environment", "worker", "start"]),
+        ("dqn", ["rename", "kill", "full"]),
     ],
     ids=str,
 )
@@ -336,10 +336,11 @@ SEED = np.random.SeedSequence((1, 2)).generate_state(3)[0]  # of environment 0 i
             "pass",
             f"observation of environment 0 is not finite 7 steps after its reset with seed {SEED}",
         ),
-        (
+        pytest.param(
             "reward = -np.inf if self.age == 9 else 0.5",
             "pass",
             f"reward of environment 0 is not finite 8 steps after its reset with seed {SEED}: -inf",
+            marks=SLOW,
         ),
         pytest.param("reward = 1e30", "pass", "losses/qf1_loss is inf after 72 steps", marks=SLOW),
         ("raise Odd(1, 2)", "pass", "Odd"),
@@ -412,6 +413,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last(tm
     run(dqn.__file__, "--resume", folder, "--total-timesteps", last + 24)
 
 
+@SLOW
 def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path):
     """TensorBoard writes them in a thread of its own, which dies of it."""
     script = tmp_path / "small.py"  # a best.pt of 8000 bytes
@@ -440,6 +442,7 @@ def test_a_resume_without_room_loses_nothing(done, tmp_path):
     assert {path: path.read_bytes() for path in before} == before and not leftovers(folder)
 
 
+@SLOW
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_is_called_so(tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path])
