@@ -88,7 +88,7 @@ class Args(RunArgs):
     """transitions per update"""
     learning_starts: NonNegativeInt = 4800
     """steps of random actions before the first update"""
-    gradient_steps: PositiveInt = 600
+    gradient_steps: PositiveInt = 300
     """updates after each rollout (num_envs * episode_length steps)"""
     learning_rate: Annotated[float, Interval(gt=0, le=1)] = 6e-4
     """of actor, critics and entropy coefficient"""
