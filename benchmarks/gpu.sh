@@ -3,9 +3,10 @@
 #
 #     benchmarks/gpu.sh [FOLDER]    # writes table.txt, results.json; per piece .txt .json .err
 #
-# Without a GPU (or with DEVICE=cpu) the same pieces run in a small form. On a GPU every piece has a
-# limit in seconds; the whole has one everywhere (BUDGET). A piece that fails or takes too long is
-# named in the table and makes the exit code 1, but does not stop the others.
+# Without a GPU (or with DEVICE=cpu) the same pieces run in a small form. PIECES="clip run_egl" runs
+# only these. On a GPU every piece has a limit in seconds; the whole has one everywhere (BUDGET). A
+# piece that fails or takes too long is named in the table and makes the exit code 1, but does not
+# stop the others.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -23,6 +24,7 @@ FAILED=0
 
 piece() { # NAME LIMIT ARGUMENTS...: run Python, at most LIMIT seconds, and add it to the table
     local name=$1 limit=$2 began=$SECONDS code=124
+    [[ " ${PIECES:-$name} " == *" $name "* ]] || return 0
     shift 2
     [ "$DEVICE" = cpu ] && limit=$BUDGET # a CPU's speed is not known
     [ "$limit" -gt $((BUDGET - SECONDS)) ] && limit=$((BUDGET - SECONDS))
