@@ -27,6 +27,7 @@ The environment's own reward, as a baseline (nothing is drawn):
 import contextlib
 import copy
 import functools
+import inspect
 import math
 import multiprocessing
 import os
@@ -142,13 +143,14 @@ def errors_of_task(env_id):
 
 
 def make_task(env_id: str, **kwargs):
-    """`gym.make` without the window that some tasks open if they are not told."""
-    try:
-        return gym.make(env_id, **{"render_mode": None} | kwargs)
-    except TypeError as error:
-        if "render_mode" not in str(error):
-            raise
-        return gym.make(env_id, **kwargs)
+    """`gym.make`, but without the window that some tasks open by default."""
+    with contextlib.suppress(Exception):  # gym.make says what is wrong
+        creator = gym.spec(env_id).entry_point
+        if isinstance(creator, str):
+            creator = gym.envs.registration.load_env_creator(creator)
+        if inspect.signature(creator).parameters["render_mode"].default == "human":
+            kwargs = {"render_mode": None} | kwargs
+    return gym.make(env_id, **kwargs)
 
 
 @functools.cache  # making an environment takes time
