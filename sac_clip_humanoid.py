@@ -27,6 +27,7 @@ The environment's own reward, as a baseline (nothing is drawn):
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import math
 import multiprocessing
@@ -145,7 +146,10 @@ def errors_of_task(env_id):
 def make_task(env_id: str, **kwargs):
     """`gym.make`, but without the window that some tasks open by default."""
     with contextlib.suppress(Exception):  # gym.make says what is wrong
-        creator = gym.spec(env_id).entry_point
+        module, _, name = env_id.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        creator = gym.spec(name).entry_point
         if isinstance(creator, str):
             creator = gym.envs.registration.load_env_creator(creator)
         if inspect.signature(creator).parameters["render_mode"].default == "human":
