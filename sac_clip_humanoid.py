@@ -200,16 +200,14 @@ def own_picture(env, size, shape=None):
     return np.asarray(ImageOps.pad(image, shape[1::-1]) if shape else image)
 
 
-@functools.cache
-def own_shape(env_id: str, size: int):
-    """Return the shape [H, W, 3] of the first picture of the task's own render(), which is that of
-    its other pictures, too. Raises UsageError if the task cannot draw itself."""
-    with errors_of_task(env_id):
-        env = gym.make(env_id, render_mode="rgb_array")
-        env.reset(seed=0)
-        picture = own_picture(env, size)
-        env.close()
-    return picture.shape
+def check_picture(args: Args) -> None:
+    """Raise UsageError if the task has to draw itself and cannot."""
+    if why_own_render(args.env_id) and (args.reward == "clip" or args.video_freq):
+        with errors_of_task(args.env_id):
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env.reset(seed=0)
+            own_picture(env, args.frame_size)
+            env.close()
 
 
 def check_args(args: Args) -> None:
@@ -226,8 +224,7 @@ def check_args(args: Args) -> None:
         raise UsageError(f"--judge: {args.env_id} has no states to judge")
     if args.camera_azimuth and (state is None or args.env_id == MOUNTAIN_CAR):
         raise UsageError(f"--camera-azimuth: {args.env_id} has no camera")
-    if state is None and (args.reward == "clip" or args.video_freq):
-        own_shape(args.env_id, args.frame_size)
+    check_picture(args)
     args.check_reward()
 
 
@@ -245,14 +242,15 @@ def check_memory(args: Args, observation_dim: int) -> None:
 class EndlessEpisodes(gym.Wrapper):
     """Episodes that never end by themselves: an early end would tell the agent about the task
     (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
-    needs, "states" or "frames", and "success" where the task has a rule of its own. Frames, uint8
-    of `frame_shape` [H, W, 3], are rendered at the steps in `rendered`; those of a `filmed`
-    environment at all steps of an episode that began with reset(options={"film": True})."""
+    needs, "states" or "frames", and "success" where the task has a rule of its own. Frames, [H, W,
+    3] uint8 of at most `frame_size` and all of the first one's shape, are rendered at the steps in
+    `rendered`; those of a `filmed` environment at all steps of an episode that began with
+    reset(options={"film": True})."""
 
-    def __init__(self, env, by_state, frame_shape, rendered, filmed):
+    def __init__(self, env, by_state, frame_size, rendered, filmed):
         super().__init__(env)
         self.by_state = by_state  # whether pictures are drawn from states
-        self.frame_shape = frame_shape
+        self.frame_size, self.frame_shape = frame_size, None
         self.rendered = rendered
         self.filmed = filmed
 
@@ -283,7 +281,8 @@ class EndlessEpisodes(gym.Wrapper):
         if self.by_state:
             info["states"] = state_of(self)
         elif self.film or self.t in self.rendered:
-            info["frames"] = own_picture(self.env, max(self.frame_shape), self.frame_shape)
+            info["frames"] = own_picture(self.env, self.frame_size, self.frame_shape)
+            self.frame_shape = info["frames"].shape
         self.t += 1
         return observation, float(reward), False, False, info
 
@@ -301,7 +300,6 @@ def make_env(args: Args, filmed=False):
     use_clip = args.reward == "clip"
     by_state = not why_own_render(args.env_id)
     frames = (use_clip or args.video_freq) and not by_state
-    frame_shape = own_shape(args.env_id, args.frame_size) if frames else ()
     rendered = clip_reward.scored_steps(args.episode_length, args.score_every) if use_clip else []
 
     def thunk():
@@ -321,7 +319,7 @@ def make_env(args: Args, filmed=False):
             env = classic.MountainCarTask(env)
         if len(env.observation_space.shape or ()) != 1:  # observations are pictures or a Dict
             env = gym.wrappers.FlattenObservation(env)
-        return EndlessEpisodes(env, by_state, frame_shape, rendered, filmed)
+        return EndlessEpisodes(env, by_state, args.frame_size, rendered, filmed)
 
     return thunk
 

@@ -276,7 +276,7 @@ def test_pictures_are_as_large_as_the_first_and_success_is_a_share():
     env = sac.make_env(args_for("Grey"))()
     env.reset(seed=0, options={})
     frames = [env.step(np.float32([place]))[-1]["frames"] for place in (-0.5, 0.0, 0.9)]
-    assert {frame.shape for frame in frames} == {(96, 120, 3)}
+    assert {frame.shape for frame in frames} == {(87, 120, 3)}
     env = sac.make_env(args_for("Unconnected"))()
     env.reset(seed=0, options={})
     assert env.step(np.float32([0]))[-1]["success"] == 0.5
