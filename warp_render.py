@@ -126,7 +126,8 @@ class WarpRenderer:
             packed = wp.to_torch(context.rgb_data.view(wp.int32))[: data.nworld]
             colours = packed.view(torch.uint8).view(*shape, 4)[..., :3].flip(-1)  # from BGRA
             depth = wp.to_torch(context.depth_data)[: data.nworld].view(shape)
-            geom = wp.to_torch(context.seg_data)[: data.nworld, :, 0].view(shape)
+            hit, kind = wp.to_torch(context.seg_data)[: data.nworld].view(*shape, 2).unbind(-1)
+            geom = hit.where(kind == int(mjw.ObjType.GEOM), -1)  # a cloth has a number, too
             views.append(self._fade(colours.float(), depth, geom, camera).byte())
         return views
 
