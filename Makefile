@@ -19,13 +19,15 @@ setup: $(VENV)/.installed
 dev: $(VENV)/.installed-dev gl
 
 PIP := $(PY) -m pip install --disable-pip-version-check -q
+# uv installs the same in a fifth of the time; where it cannot, pip does.
+REQUIREMENTS = $(PIP) uv && $(PY) -m uv pip install -q --python $(PY) -r $(1) || $(PIP) -r $(1)
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
 		|| { echo "this Python cannot make a venv; on Debian: apt-get install -y python3-venv"; exit 1; }
-	$(PIP) -r requirements.txt
+	$(call REQUIREMENTS,requirements.txt)
 	@touch $@
 
 # One picture compiles Warp's kernels, which many tests would otherwise do at the same time.
@@ -33,7 +35,7 @@ WARM := import numpy, sac_clip_humanoid as sac; \
 	sac.make_renderer(sac.Args(clip_model="tiny_clip", renderer="warp")).render(numpy.zeros((1, 47)))
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	$(PIP) -r requirements-dev.txt
+	$(call REQUIREMENTS,requirements-dev.txt)
 	@$(PY) -c '$(WARM)'
 	@touch $@
 
@@ -59,7 +61,7 @@ train: $(VENV)/.installed
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); \
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --clip-model tiny_clip \
 		--total-timesteps 40000 --runs-dir $$runs; \
-	$(PY) eval_epic.py success --run $$runs
+	$(PY) eval_epic.py success --run $$runs --videos 4
 
 # two at a time, as on a machine with two cores
 test: dev browser
