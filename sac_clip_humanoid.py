@@ -2,8 +2,8 @@
 (VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905). Environments, networks, replay buffer, updates,
 the loop and the names of all scalars are in this file.
 
-The defaults are the recipe that learned the paper's eight poses with the fewest pictures. On every
-GPU of this machine (some of them: --reward-devices cuda:0 cuda:1; all GPUs of a Ray cluster:
+The defaults are the recipe that asks CLIP for few pictures; what it learns: docs/results.md. On
+every GPU of this machine (some of them: --reward-devices cuda:0 cuda:1; all GPUs of a Ray cluster:
 --reward-devices ray):
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
