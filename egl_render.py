@@ -306,8 +306,8 @@ def why_own_render(make: Any) -> str:
     task, spec = env.unwrapped, env.spec
     if not isinstance(task, MujocoEnv):
         return "it is no MujocoEnv of Gymnasium"
-    changed = spec.additional_wrappers or {*spec.kwargs} - {"render_mode"}
-    if is_gymnasiums(spec) and not changed:
+    as_it_is = not spec.additional_wrappers and {*spec.kwargs} <= {"render_mode"}
+    if is_gymnasiums(spec) and as_it_is:
         return ""
     renderer = getattr(task, "mujoco_renderer", None)
     if not renderer:
@@ -345,13 +345,18 @@ def why_own_render(make: Any) -> str:
     env.close()
     if not seen:
         return ""
-    own, (*_, first) = env_camera(env), seen[0]
+    own = env_camera(env)
+    angles = own.distance, own.azimuth, own.elevation
+    first_lookat = seen[0][-1].lookat
     for *_, camera in seen:
-        fixed_id = camera.fixedcamid if camera.type == mujoco.mjtCamera.mjCAMERA_FIXED else -1
-        view = Camera(camera.distance, camera.azimuth, camera.elevation, own.lookat, -1, fixed_id)
-        if fixed_id != own.fixed_id or not (own.fixed_id >= 0 or view == own):
+        if camera.type == mujoco.mjtCamera.mjCAMERA_FIXED:
+            as_configured = camera.fixedcamid == own.fixed_id
+        else:
+            shown = camera.distance, camera.azimuth, camera.elevation
+            as_configured = own.fixed_id < 0 and shown == angles
+        if not as_configured:
             return "its render() sets the camera"
-        if (camera.lookat != first.lookat).any():
+        if (camera.lookat != first_lookat).any():
             return "its render() moves the camera"
     data = mujoco.MjData(model)
     with mujoco.Renderer(model, *size, max_geom=limit) as renderer:
@@ -402,6 +407,9 @@ def place(model: "mujoco.MjModel", data: "mujoco.MjData", parts: Any) -> None:
     mujoco.mj_camlight(model, data)
     mujoco.mj_flex(model, data)
     mujoco.mj_tendon(model, data)
+
+
+FLOOR = 10.0  # m: a plane with a smaller half is a wall, a table, a goal
 
 
 class MujocoRenderer:
@@ -580,7 +588,7 @@ def restyle(spec: "mujoco.MjSpec", xml_path: str | Path, scene: Scene | None = N
 
     for geom in spec.worldbody.geoms:
         plane = geom.type == mujoco.mjtGeom.mjGEOM_PLANE
-        if plane and min(geom.size[:2]) >= 10:  # m: a floor, not a table
+        if plane and min(geom.size[:2]) >= FLOOR:
             geom.material, geom.rgba = "clip_stone", [1, 1, 1, 1]
             geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; contacts have no edge anyway
     if spec.modelname.startswith("humanoid"):

@@ -250,7 +250,8 @@ class EndlessEpisodes(gym.Wrapper):
     def __init__(self, env, by_state, frame_size, rendered, filmed):
         super().__init__(env)
         self.by_state = by_state  # whether pictures are drawn from states
-        self.frame_size, self.frame_shape = frame_size, None
+        self.frame_size = frame_size
+        self.frame_shape = None  # of the first
         self.rendered = rendered
         self.filmed = filmed
 
@@ -376,7 +377,7 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
     egl_render.quiet_mujoco()
     if args.env_id == MOUNTAIN_CAR:
         return classic.ClassicRenderer(args.env_id, size or args.frame_size, args.textured)
-    env = gym.make(args.env_id).unwrapped
+    env = make_task(args.env_id).unwrapped
     camera = egl_render.choose_camera(args, env)
     size = size or args.frame_size
     model = egl_render.drawn_model(env, args.textured, sites_as_geoms=True)

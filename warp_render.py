@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from clip_reward import UsageError
-from egl_render import INSTALL_WARP, PAPER_CAMERA, Camera, left_out_by_warp, parts_of, views_of
+from egl_render import (
+    FLOOR,
+    INSTALL_WARP,
+    PAPER_CAMERA,
+    Camera,
+    left_out_by_warp,
+    parts_of,
+    views_of,
+)
 
 NEAR, FAR = 1.2, 2.5  # camera distances at which a floor begins to fade and is faded, at 64 px
 
@@ -58,9 +66,9 @@ class WarpRenderer:
             os.dup2(nothing.fileno() if self.device.type == "cpu" else 2, 2)
             warp.init()  # complains, in C, of a machine without CUDA
             os.dup2(stderr.fileno(), 2)
-        plane, half = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE, model.geom_size[:, :2].min(1)
-        # endless, or too large for a wall or a goal (m)
-        self.floors = np.flatnonzero(plane & ((half == 0) | (half >= 10))).tolist()
+        plane = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
+        half = model.geom_size[:, :2].min(1)  # m, 0: endless
+        self.floors = np.flatnonzero(plane & ((half == 0) | (half >= FLOOR))).tolist()
         with self._on_device():
             self.model = mujoco_warp.put_model(model)
             self.data = mujoco_warp.make_data(model, nworld=self.worlds, nconmax=1, njmax=1)

@@ -78,10 +78,10 @@ def all_at_work(pool, folder, count):
 @pytest.mark.slow
 def test_lost_actors_change_no_reward(cluster, tmp_path, capfd, monkeypatch):
     """Ray starts killed ones again, any number in a rollout; one that is stopped is killed."""
-    monkeypatch.setattr(workers, "TIMEOUT", 10)
     with slow_pool(["ray:2"], tmp_path) as pool:
         assert wait_until(lambda: all_at_work(pool, tmp_path, 2), 60)
-        for count, number in ((2, signal.SIGKILL), (1, signal.SIGSTOP)):
+        for count, number, timeout in ((2, signal.SIGKILL, 120), (1, signal.SIGSTOP, 30)):
+            monkeypatch.setattr(workers, "TIMEOUT", timeout)
             victims = sorted(at_work(tmp_path))[:count]
             states = np.arange(100, 160.0)
             pool.put(states[:, None])
@@ -89,7 +89,7 @@ def test_lost_actors_change_no_reward(cluster, tmp_path, capfd, monkeypatch):
                 assert wait_until(lambda: any(tmp_path.glob(f"{victim}_1??")))  # noqa: B023
                 os.kill(victim, number)
             assert np.array_equal(pool.take(), states)
-            assert wait_until(lambda: helpers.gone(victims), 20)  # noqa: B023
+            assert wait_until(lambda: helpers.gone(victims), 60)  # noqa: B023
             assert capfd.readouterr().err.count("WARNING: a Ray actor is gone") == count
             assert wait_until(lambda: all_at_work(pool, tmp_path, 2), 60)
 

@@ -40,8 +40,6 @@ CLIP = {
 TRUTH = [*SMALL, "--reward", "ground-truth", "--video-freq", 0]
 CHEETAH = {sac: ["--env-id", "HalfCheetah-v5"], dqn: []}
 BOTH = pytest.mark.parametrize("script", [sac, dqn], ids=["sac", "dqn"])
-SLOW_SAC = [pytest.param(sac, marks=pytest.mark.slow, id="sac"), pytest.param(dqn, id="dqn")]
-MOSTLY_DQN = pytest.mark.parametrize("script", SLOW_SAC)
 
 
 @pytest.fixture(scope="module", params=[sac, dqn], ids=["sac", "dqn"])
@@ -369,7 +367,9 @@ def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_pat
     assert [event.step for event in values["charts/epsilon"]] == list(range(24, 2401, 24))
 
 
-@MOSTLY_DQN
+@pytest.mark.parametrize(
+    "script", [pytest.param(sac, marks=pytest.mark.slow, id="sac"), pytest.param(dqn, id="dqn")]
+)
 def test_the_environments_own_reward_needs_no_prompt_and_no_gl(script, tmp_path):
     """Logged to wandb as well; and the updates follow the rollout."""
     spy = f"""
@@ -528,7 +528,7 @@ def test_no_gl_library_is_one_line_and_exit_code_2(tmp_path):
         runpy.run_path("sac_clip_humanoid.py", run_name="__main__")
     """
     process = run(
-        *("-c", textwrap.dedent(script), *CLIP[sac], "--reward-devices", "cpu"),
+        *("-c", textwrap.dedent(script), *CLIP[sac]),
         *("--runs-dir", tmp_path, "--renderer", "egl"),
         code=2,
         MUJOCO_GL="disable",
