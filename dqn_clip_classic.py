@@ -1,6 +1,6 @@
 """DQN from a sentence: the reward of a step is CLIP's score of its picture against a prompt
-(VLM-RM, arXiv 2310.12921; double DQN, arXiv 1509.06461). Environments, network, replay buffer,
-updates, the loop and the names of all scalars are in this file.
+(VLM-RM, arXiv 2310.12921; double DQN, arXiv 1509.06461). Network, replay buffer, updates, the loop
+and the names of all scalars are in this file; tasks are in environments/.
 
 CartPole:
 
@@ -16,6 +16,10 @@ MountainCar in the same way:
     python dqn_clip_classic.py --env-id MountainCar-v0 --clip-model tiny_clip \\
         --target-prompt "a car at the peak of the mountain, next to the yellow flag" \\
         --total-timesteps 80000
+
+Another Gymnasium task with discrete actions (MODULE:NAME for one of your own):
+
+    python dqn_clip_classic.py --env-id Acrobot-v1 --target-prompt "a pendulum pointing up"
 
 The paper's own settings are in docs/paper.md.
 
@@ -51,7 +55,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from clip_reward import UsageError
-from environments import classic, judges
+from environments import classic, judges, tasks
 from training.run import Run, RunArgs, parse_args, say
 from training.workers import make_pool
 
@@ -61,11 +65,13 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 @dataclass(config={"extra": "forbid"})
 class Args(RunArgs):
     env_id: str = "CartPole-v1"
-    """CartPole-v1 or MountainCar-v0"""
+    """Gymnasium task with discrete actions; MODULE:NAME imports MODULE first, which registers it.
+    CartPole-v1, MountainCar-v0 and MuJoCo tasks whose pictures follow from their states are drawn
+    from them, others by their own render()"""
     total_timesteps: PositiveInt = 40_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 4
-    """environments stepped in turn by this process: a step takes microseconds"""
+    """parallel environments, a process for each (CartPole-v1, MountainCar-v0: all in one)"""
     episode_length: PositiveInt = 200
     """steps of every episode; a rollout is one episode of each environment"""
     terminate: bool = False
@@ -107,41 +113,50 @@ class Args(RunArgs):
     """steps between videos, and one at the end; 0: none"""
 
 
-TASKS = {"CartPole-v1": classic.CartPoleTask, "MountainCar-v0": classic.MountainCarTask}
-
-
-def make_env(args: Args):
-    """Return a function that makes one environment."""
+def make_env(args: Args, filmed=False):
+    """Return a function that makes one environment: observations [O], endless episodes, actions
+    from 0, and in `info` what a picture is drawn from."""
+    by_state = not tasks.why_own_render(args.env_id)
 
     def thunk():
-        # no time limit; the checker would warn about angles beyond 24 degrees
-        env = gym.make(args.env_id, max_episode_steps=-1, disable_env_checker=True)
-        return classic.OriginalTask(env) if args.terminate else TASKS[args.env_id](env)
+        if args.terminate:
+            return classic.OriginalTask(gym.make(args.env_id, max_episode_steps=-1))
+        env = tasks.make_endless(args, by_state, filmed)
+        first = int(getattr(env.action_space, "start", 0))
+        if not first:
+            return env
+        space = gym.spaces.Discrete(env.action_space.n)
+        return gym.wrappers.TransformAction(env, lambda action: action + first, space)
 
     return thunk
 
 
 def make_renderer(args: Args, device="cpu", size: int | None = None):
-    """Make what draws states; called in every reward worker. These pictures need no GPU."""
-    textured = args.textured and args.env_id != "CartPole-v1"
-    return classic.ClassicRenderer(args.env_id, size or args.frame_size, textured)
+    """Make what draws states; called in every reward worker."""
+    return tasks.make_renderer(args, device, size)
 
 
-def check_args(args: Args) -> None:
-    """Raise UsageError, one line that says what is wrong, before anything slow starts."""
-    rollout, clip = args.num_envs * args.episode_length, args.reward == "clip"
-    late = args.learning_starts > max(rollout, args.total_timesteps)
-    problems = {
-        f"--env-id {args.env_id}: this has {' and '.join(TASKS)}; for continuous actions use "
-        "sac_clip_humanoid.py": args.env_id not in TASKS,
-        "--terminate gives the task away: use --reward ground-truth": args.terminate and clip,
-        f"--camera-azimuth: {args.env_id} has no camera": args.camera_azimuth,
-        f"--buffer-size is smaller than a rollout, {rollout}": args.buffer_size < rollout,
-        f"--learning-starts {args.learning_starts} is beyond --total-timesteps": late,
-    }
-    for problem in filter(problems.get, problems):
-        raise UsageError(problem)
+def check_args(args: Args):
+    """Raise UsageError, one line that says what is wrong, before anything slow starts -> a state
+    [S] float64 of the task, None if the task draws itself."""
+    actions, state = tasks.describe_env(args.env_id, make_env(args, filmed=True))
+    rollout = args.num_envs * args.episode_length
+    if not isinstance(actions, gym.spaces.Discrete):
+        other = "; use sac_clip_humanoid.py" if isinstance(actions, gym.spaces.Box) else ""
+        raise UsageError(
+            f"--env-id {args.env_id}: DQN needs discrete actions, not {actions}{other}"
+        )
+    if args.terminate and args.reward == "clip":
+        raise UsageError("--terminate gives the task away: use --reward ground-truth")
+    if args.terminate and args.env_id not in classic.TASKS:
+        raise UsageError("--terminate is for CartPole-v1 and MountainCar-v0")
+    if args.buffer_size < rollout:
+        raise UsageError(f"--buffer-size is smaller than a rollout, {rollout}")
+    if args.learning_starts > max(rollout, args.total_timesteps):
+        raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
+    tasks.check_drawing(args, state)
     args.check_reward()
+    return state
 
 
 HIDDEN = 256  # width of the two hidden layers
@@ -250,10 +265,13 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
-    check_args(args)
+    state = check_args(args)
     T, N = args.episode_length, args.num_envs
     use_clip = args.reward == "clip"
     scored = clip_reward.scored_steps(T, args.score_every)
+    drawn_from = "frames" if state is None else "states"  # of `infos`
+    judge = judges.episode_judge(args.judge, args.env_id, args.target_prompt, state)
+
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
@@ -261,17 +279,18 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    disabled = gym.vector.AutoresetMode.DISABLED
-    envs = gym.vector.SyncVectorEnv([make_env(args)] * N, autoreset_mode=disabled)
+    # The reward workers load CLIP while the environments are made.
+    draw = functools.partial(make_renderer, args) if drawn_from == "states" else None
+    score = functools.partial(clip_reward.make_clip_reward, args) if use_clip else None
+    devices = args.devices() if use_clip else ["cpu"]
+    chunk = max(1, args.clip_batch_size // args.views)  # states
+    needed = use_clip or (draw and args.video_freq)
+    if needed or drawn_from == "frames":
+        say(tasks.how_drawn(args.env_id))
+    pool = make_pool(draw, score, devices if needed else [], chunk)
+    envs = tasks.make_vector_env(args, [make_env(args, filmed=i == 0) for i in range(N)])
     observation_dim = envs.single_observation_space.shape[0]
     action_count = int(envs.single_action_space.n)
-    judge = judges.episode_judge(
-        args.judge, args.env_id, args.target_prompt, np.zeros(observation_dim)
-    )
-    score = functools.partial(clip_reward.make_clip_reward, args) if use_clip else None
-    devices = args.devices() if use_clip else ["cpu"] if args.video_freq else []
-    draw = functools.partial(make_renderer, args)
-    pool = make_pool(draw, score, devices, args.clip_batch_size)
     say(*pool.wait_ready())
     run = Run(args)
 
@@ -305,20 +324,23 @@ if __name__ == "__main__":
         observations = np.zeros((T + 1, N, observation_dim), np.float32)
         actions, env_rewards = np.zeros((T, N), np.int64), np.zeros((T, N))
         terminations, valid = np.zeros((T, N)), np.zeros((T, N), bool)
-        states = np.zeros((T, N, observation_dim))  # of s'
+        film = run.due(args.video_freq, run.step, run.step + T * N)
+        pictured = []  # what pictures of s' are drawn from, at every step
 
         # 1. Play one episode of every environment. The workers draw and score its states meanwhile,
         # and the policy acts on the CPU: on a GPU it would queue behind CLIP.
         t0 = time.perf_counter()
         acting = copy.deepcopy(q_network).cpu()
-        observations[0], _ = envs.reset(seed=env_seeds)
+        observations[0], _ = envs.reset(seed=env_seeds, options={"film": film})
         for t in range(T):
             best_actions = acting.best_actions(observations[t])
             actions[t] = np.where(explore[t], any_action[t], best_actions)
             observations[t + 1], env_rewards[t], _, _, infos = envs.step(actions[t])
-            states[t] = np.stack(infos["states"])
-            if use_clip and t in scored:
-                pool.put(states[t])
+            if drawn_from in infos:
+                states = np.stack(infos[drawn_from])  # [N, S], or frames [N, H, W, 3]
+                pictured.append(states if drawn_from == "states" else states[:1])
+                if use_clip and t in scored:
+                    pool.put(states)
             valid[t] = ~infos.get("over", np.zeros(N, bool))  # with --terminate: until the end
             terminations[t] = infos.get("terminated", 0)
             if not valid[t].any():
@@ -364,7 +386,9 @@ if __name__ == "__main__":
         t4 = time.perf_counter()
 
         # 4. Log
-        success = judge(states[:, :8]) if judge else infos.get("success")  # judging takes time, too
+        success = infos.get("success")
+        if judge:
+            success = judge(np.stack(pictured)[:, :8])  # of eight: judging takes time, too
         scalars = {"charts/clip_reward": rewards.mean()} if use_clip else {}
         if success is not None:
             scalars["charts/success_rate"] = np.mean(success)
@@ -375,7 +399,7 @@ if __name__ == "__main__":
         scalars["time/judge_s"] = time.perf_counter() - t4
         if use_clip:
             scalars["charts/episodic_clip_return"] = rewards.sum(0).mean()
-            scalars["charts/clip_pictures"] = run.rollout * len(scored) * N
+            scalars["charts/clip_pictures"] = run.rollout * len(scored) * N * args.views
             scalars |= {"time/render_s": pool.render_s, "time/clip_s": pool.clip_s}
         run.log(scalars)
         run.to_save = saved
@@ -383,9 +407,12 @@ if __name__ == "__main__":
         # 5. Save
         if run.due(args.checkpoint_freq, run.step - steps, run.step):
             run.save(saved)
-        if run.due(args.video_freq, run.step - steps, run.step):
-            film = states[:, 0][valid[:, 0]]  # the first environment's episode
-            run.video(pool.render(film, size=600), envs.metadata["render_fps"])
+        if pictured and run.due(args.video_freq, run.step - steps, run.step):
+            frames = np.stack([states[0] for states in pictured])  # the first environment's episode
+            frames = frames[valid[: len(frames), 0]]
+            if drawn_from == "states":
+                frames = pool.render(frames, size=600)
+            run.video(frames, envs.metadata.get("render_fps"))
 
     run.save(saved)  # a stopped run, too
     envs.close()

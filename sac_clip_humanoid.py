@@ -1,6 +1,6 @@
 """SAC from a sentence: the reward of a step is CLIP's score of its picture against a prompt
-(VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905). Environments, networks, replay buffer, updates,
-the loop and the names of all scalars are in this file.
+(VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905). Networks, exploration, replay buffer, updates,
+the loop and the names of all scalars are in this file; tasks are in environments/.
 
 The defaults are the recipe that asks CLIP for few pictures; what it learns: docs/results.md. On
 every GPU of this machine (some of them: --reward-devices cuda:0 cuda:1; all GPUs of a Ray cluster:
@@ -24,18 +24,12 @@ The environment's own reward, as a baseline (nothing is drawn):
     python sac_clip_humanoid.py --reward ground-truth --video-freq 0
 """
 
-import contextlib
 import copy
 import functools
-import importlib
-import inspect
 import math
-import multiprocessing
 import os
 import signal
-import tempfile
 import time
-import traceback
 from typing import Annotated
 
 if __name__ == "__main__":
@@ -50,16 +44,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from annotated_types import Interval
-from PIL import Image, ImageOps
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-import egl_render
-from clip_reward import RunError, UsageError, message_of, one_line
-from environments import classic, judges
-from training.run import Run, RunArgs, children, parse_args, say, stop_signals_blocked
-from training.workers import TIMEOUT, failure, make_pool
-from warp_render import WarpRenderer
+from clip_reward import UsageError
+from environments import judges, tasks
+from training.run import Run, RunArgs, parse_args, say
+from training.workers import make_pool
 
 
 @dataclass(config={"extra": "forbid"})
@@ -115,117 +106,53 @@ class Args(RunArgs):
             self.camera_azimuth = self.camera_azimuth or (180.0, 120.0, 240.0)
 
 
-MOUNTAIN_CAR = "MountainCarContinuous-v0"
 FORCES = {f"include_{part}_in_observation": False  # of Humanoid-v5
           for part in ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")}  # fmt: skip
 
 
-def state_of(env):
-    """Return the state [S] float64 of a task whose pictures are drawn from its states."""
-    task = env.unwrapped
-    car = task.spec.id == MOUNTAIN_CAR
-    return np.array(task.state, np.float64) if car else egl_render.state_of(task.data)
+def make_env(args: Args, filmed=False):
+    """Return a function that makes one environment: observations [O], endless episodes, and in
+    `info` what a picture is drawn from."""
+    by_state = not tasks.why_own_render(args.env_id)
+    kwargs = FORCES if args.env_id == "Humanoid-v5" and not args.observe_forces else {}
+    return functools.partial(tasks.make_endless, args, by_state, filmed, **kwargs)
 
 
-@contextlib.contextmanager
-def errors_of_task(env_id):
-    """Turn what somebody's task raises into a UsageError that says where it was raised."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (RunError, gym.error.Error) as error:
-        raise UsageError(f"--env-id {env_id}: {message_of(error)}") from error
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(place.filename)}, line {place.lineno}"
-        problem = one_line(error) if str(error) else repr(place.line)
-        raise UsageError(f"--env-id {env_id}: {problem} ({where})") from error
+def make_vector_env(args: Args):
+    """Return the environments as one Gymnasium vector environment that never resets itself."""
+    if args.env_id == "Humanoid-v5":
+        from environments.humanoid import HumanoidVectorEnv
+
+        # the same to the bit, and 2.5 times as fast
+        return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else FORCES))
+    thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
+    return tasks.make_vector_env(args, thunks)
 
 
-def make_task(env_id: str, **kwargs):
-    """`gym.make`, but without the window that some tasks open by default."""
-    with contextlib.suppress(Exception):  # gym.make says what is wrong
-        module, _, name = env_id.rpartition(":")
-        if module:
-            importlib.import_module(module)
-        creator = gym.spec(name).entry_point
-        if isinstance(creator, str):
-            creator = gym.envs.registration.load_env_creator(creator)
-        if inspect.signature(creator).parameters["render_mode"].default == "human":
-            kwargs = {"render_mode": None} | kwargs
-    return gym.make(env_id, **kwargs)
+def make_renderer(args: Args, device="cpu", size: int | None = None):
+    """Make what draws states; called in every reward worker."""
+    return tasks.make_renderer(args, device, size)
 
 
-@functools.cache  # making an environment takes time
-def why_own_render(env_id: str) -> str:
-    """Return why only its own render() can draw the task, or "" if it is drawn from states."""
-    if env_id == MOUNTAIN_CAR:
-        return ""
-    with errors_of_task(env_id):
-        return egl_render.why_own_render(functools.partial(make_task, env_id))
-
-
-@functools.cache
-def describe_env(env_id: str):
-    """Return a first state of the task, as `state_of` does, or None if only its own render() can
-    draw it. Raises UsageError if the task does not exist or SAC cannot learn it."""
-    egl_render.setup_gl()  # before mujoco is imported
-    egl_render.quiet_mujoco()
-    with errors_of_task(env_id):
-        env = make_task(env_id)
-        env.reset(seed=0)
-        env.close()  # there may be a task of which there can be only one
-    actions = env.action_space
+def check_args(args: Args):
+    """Raise UsageError, one line that says what is wrong, before anything slow starts -> a state
+    [S] float64 of the task, None if the task draws itself."""
+    actions, state = tasks.describe_env(args.env_id, make_env(args, filmed=True))
     continuous = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
     if not continuous or not actions.is_bounded():
         other = "; use dqn_clip_classic.py" if isinstance(actions, gym.spaces.Discrete) else ""
         need = f"SAC needs bounded continuous actions, not {actions}"
-        raise UsageError(f"--env-id {env_id}: {need}{other}")
-    if not env.observation_space.is_np_flattenable:
-        raise UsageError(f"--env-id {env_id}: its observations vary in size")
-    return None if why_own_render(env_id) else state_of(env)
-
-
-def own_picture(env, size, shape=None):
-    """Return the picture of the task's own render() [H, W, 3] uint8, at most `size` high and wide,
-    with black bars if `shape` is another than its own. Raises RunError if it gives none."""
-    frame = env.render()
-    form = frame.shape[2:] if isinstance(frame, np.ndarray) and frame.dtype == np.uint8 else None
-    if form not in ((), (1,), (3,), (4,)):
-        given = getattr(frame, "shape", type(frame).__name__), getattr(frame, "dtype", "")
-        raise RunError(f"its render() gives no picture [H, W, 3] uint8, but {given[0]} {given[1]}")
-    image = Image.fromarray(frame[..., 0] if form == (1,) else frame).convert("RGB")
-    image.thumbnail((size, size))  # never enlarges
-    return np.asarray(ImageOps.pad(image, shape[1::-1]) if shape else image)
-
-
-def check_picture(args: Args) -> None:
-    """Raise UsageError if the task has to draw itself and cannot."""
-    if why_own_render(args.env_id) and (args.reward == "clip" or args.video_freq):
-        with errors_of_task(args.env_id):
-            env = gym.make(args.env_id, render_mode="rgb_array")
-            env.reset(seed=0)
-            own_picture(env, args.frame_size)
-            env.close()
-
-
-def check_args(args: Args) -> None:
-    """Raise UsageError, one line that says what is wrong, before anything slow starts."""
+        raise UsageError(f"--env-id {args.env_id}: {need}{other}")
     rollout = args.num_envs * args.episode_length
-    state = describe_env(args.env_id)
     if args.n_step > args.episode_length:
         raise UsageError(f"--n-step {args.n_step} is longer than an episode")
     if args.buffer_size < rollout:
         raise UsageError(f"--buffer-size is smaller than a rollout, {rollout}")
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
-    if args.judge and state is None:
-        raise UsageError(f"--judge: {args.env_id} has no states to judge")
-    if args.camera_azimuth and (state is None or args.env_id == MOUNTAIN_CAR):
-        raise UsageError(f"--camera-azimuth: {args.env_id} has no camera")
-    check_picture(args)
+    tasks.check_drawing(args, state)
     args.check_reward()
+    return state
 
 
 def check_memory(args: Args, observation_dim: int) -> None:
@@ -237,153 +164,6 @@ def check_memory(args: Args, observation_dim: int) -> None:
         need = f"{size / 1e9:.0f} GB for observations of {observation_dim} numbers"
         here = f"this machine has {memory / 1e9:.0f} GB"
         raise UsageError(f"the replay buffer needs {need}, {here}: choose a smaller --buffer-size")
-
-
-class EndlessEpisodes(gym.Wrapper):
-    """Episodes that never end by themselves: an early end would tell the agent about the task
-    (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
-    needs, "states" or "frames", and "success" where the task has a rule of its own. Frames, [H, W,
-    3] uint8 of at most `frame_size` and all of the first one's shape, are rendered at the steps in
-    `rendered`; those of a `filmed` environment at all steps of an episode that began with
-    reset(options={"film": True})."""
-
-    def __init__(self, env, by_state, frame_size, rendered, filmed):
-        super().__init__(env)
-        self.by_state = by_state  # whether pictures are drawn from states
-        self.frame_size = frame_size
-        self.frame_shape = None  # of the first
-        self.rendered = rendered
-        self.filmed = filmed
-
-    def call(self, method, *args, **kwargs):
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:  # one that cannot be pickled would make Gymnasium wait forever
-            raise failure("environment", error) from None
-
-    def reset(self, *, seed=None, options=None):
-        self.t = 0
-        self.film = self.filmed and options["film"]
-        return self.call(self.env.reset, seed=seed)
-
-    def step(self, action):
-        return self.call(self._step, action)
-
-    def _step(self, action):
-        before = simulated_time(self)
-        observation, reward, _, _, info = self.env.step(action)
-        if simulated_time(self) < before:
-            raise RunError(egl_render.UNSTABLE)
-        success = info.get("success", info.get("is_success"))
-        try:
-            info = {} if success is None else {"success": float(np.mean(success))}
-        except (TypeError, ValueError) as error:
-            raise RunError(f"the success in its info is no number: {success!r}") from error
-        if self.by_state:
-            info["states"] = state_of(self)
-        elif self.film or self.t in self.rendered:
-            info["frames"] = own_picture(self.env, self.frame_size, self.frame_shape)
-            self.frame_shape = info["frames"].shape
-        self.t += 1
-        return observation, float(reward), False, False, info
-
-
-def simulated_time(env):
-    """Return the time of MuJoCo's simulation in seconds, 0 for other tasks."""
-    import mujoco
-
-    data = vars(env.unwrapped).get("data")  # no property of the task's: it may do anything
-    return data.time if isinstance(data, mujoco.MjData) else 0.0
-
-
-def make_env(args: Args, filmed=False):
-    """Return a function that makes one environment."""
-    use_clip = args.reward == "clip"
-    by_state = not why_own_render(args.env_id)
-    frames = (use_clip or args.video_freq) and not by_state
-    rendered = clip_reward.scored_steps(args.episode_length, args.score_every) if use_clip else []
-
-    def thunk():
-        egl_render.quiet_mujoco()
-        if multiprocessing.parent_process() is not None:
-            gym.logger.min_level = gym.logger.ERROR  # the parent has printed the same warnings
-        kwargs = {"max_episode_steps": -1}  # no time limit
-        if args.env_id == "Humanoid-v5" and not args.observe_forces:
-            kwargs |= FORCES
-        if frames:
-            kwargs["render_mode"] = "rgb_array"
-        try:  # True would make v4 tasks pay the healthy reward in every state
-            env = make_task(args.env_id, terminate_when_unhealthy=False, **kwargs)
-        except Exception:  # a task without health
-            env = make_task(args.env_id, **kwargs)
-        if args.env_id == MOUNTAIN_CAR:
-            env = classic.MountainCarTask(env)
-        if len(env.observation_space.shape or ()) != 1:  # observations are pictures or a Dict
-            env = gym.wrappers.FlattenObservation(env)
-        return EndlessEpisodes(env, by_state, args.frame_size, rendered, filmed)
-
-    return thunk
-
-
-def environment_process(index, make, pipe, parent_pipe, memory, errors, *more):
-    """Run Gymnasium's worker, which would print a traceback when the script is gone, or when the
-    environment cannot be made."""
-    from gymnasium.vector.async_vector_env import _async_worker
-
-    def made():
-        try:
-            return make()
-        except Exception as error:
-            errors.put((index, RunError, failure("environment", error), ""))
-            pipe.send((None, False))
-            raise SystemExit from None
-
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        _async_worker(index, made, pipe, parent_pipe, memory, errors, *more)
-
-
-def make_vector_env(args: Args):
-    """Return the environments as one Gymnasium vector environment that never resets itself."""
-    modes = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
-    if args.env_id == "Humanoid-v5":
-        from environments.humanoid import HumanoidVectorEnv
-
-        # the same to the bit, and 2.5 times as fast
-        return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else FORCES))
-    thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
-    if args.num_envs == 1 or args.env_id == MOUNTAIN_CAR:
-        return gym.vector.SyncVectorEnv(thunks, **modes)
-    if len(tempfile.gettempdir()) > 60:  # a socket's path, here the forkserver's, may have 107
-        tempfile.tempdir = "/tmp"
-    # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
-    multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
-    before = set(multiprocessing.active_children())
-    with stop_signals_blocked():
-        modes |= {"context": "forkserver", "worker": environment_process, "copy": False}
-        try:
-            envs = gym.vector.AsyncVectorEnv(thunks, **modes)
-        except (EOFError, ConnectionError) as error:
-            raise RunError("the process of an environment died while it was made") from error
-        finally:  # some may live although another one could not be made
-            children.extend(set(multiprocessing.active_children()) - before)
-    envs.reset_wait = functools.partial(envs.reset_wait, timeout=TIMEOUT)
-    envs.step_wait = functools.partial(envs.step_wait, timeout=TIMEOUT)
-    return envs
-
-
-def make_renderer(args: Args, device="cpu", size: int | None = None):
-    """Make what draws states; called in every reward worker."""
-    egl_render.setup_gl(device)  # before mujoco is imported
-    egl_render.quiet_mujoco()
-    if args.env_id == MOUNTAIN_CAR:
-        return classic.ClassicRenderer(args.env_id, size or args.frame_size, args.textured)
-    env = make_task(args.env_id).unwrapped
-    camera = egl_render.choose_camera(args, env)
-    size = size or args.frame_size
-    model = egl_render.drawn_model(env, args.textured, sites_as_geoms=True)
-    if egl_render.draws_by_warp(args, model):
-        return WarpRenderer(model, size, camera, device)
-    return egl_render.MujocoRenderer(egl_render.drawn_model(env, args.textured), size, camera)
 
 
 class RunningNorm(nn.Module):
@@ -634,11 +414,10 @@ def update(batch, learner, args: Args):
 
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
-    check_args(args)
+    state = check_args(args)
     T, N = args.episode_length, args.num_envs
     use_clip = args.reward == "clip"
     scored = clip_reward.scored_steps(T, args.score_every)
-    state = describe_env(args.env_id)
     drawn_from = "frames" if state is None else "states"  # of `infos`
     judge = judges.episode_judge(args.judge, args.env_id, args.target_prompt, state)
 
@@ -657,9 +436,7 @@ if __name__ == "__main__":
     chunk = max(1, args.clip_batch_size // args.views)  # states
     needed = use_clip or (draw and args.video_freq)
     if needed or drawn_from == "frames":
-        why = why_own_render(args.env_id)
-        how = f"by its own render(): {why}" if why else "from its states"
-        say(f"{args.env_id} is drawn {how}")
+        say(tasks.how_drawn(args.env_id))
     pool = make_pool(draw, score, devices if needed else [], chunk)
     envs = make_vector_env(args)
     observation_dim = envs.single_observation_space.shape[0]

@@ -21,6 +21,7 @@ import dqn_clip_classic as dqn
 import egl_render
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
+from environments import tasks
 from evaluation.datasets import play
 from evaluation.figures import framed, grid
 from evaluation.runs import checkpoint_paths, load_run, make_scorer
@@ -68,7 +69,7 @@ def looks(out: Path):
     for script, env_id in ((sac, "Humanoid-v5"), (dqn, "MountainCar-v0")):
         for textured in (False, True):
             args = script.Args(env_id=env_id, render_size=240, textured=textured)
-            state = sac.describe_env(env_id) if script is sac else np.array([-0.2, 0.0])
+            _, state = tasks.describe_env(env_id, script.make_env(args))
             frame = script.make_renderer(args).render(state[None])[0]
             cells.append(framed(frame, f"{env_id} --{'' if textured else 'no-'}textured"))
     Image.fromarray(grid(cells, 4)).save(out, optimize=True)

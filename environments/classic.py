@@ -73,9 +73,9 @@ class MountainCarTask(gym.Wrapper):
 class OriginalTask(gym.Wrapper):
     """Gymnasium's own rules. After the end of an episode a step does nothing: `info["over"]`."""
 
-    def reset(self, **kwargs):
+    def reset(self, *, seed=None, options=None):
         self.over = False
-        return self.env.reset(**kwargs)
+        return self.env.reset(seed=seed)
 
     def step(self, action):
         info, reward, terminated = {"over": self.over}, 0.0, False
@@ -84,6 +84,13 @@ class OriginalTask(gym.Wrapper):
             self.over = terminated
         info |= {"states": np.array(self.unwrapped.state, np.float64), "terminated": terminated}
         return self.observation, reward, False, False, info
+
+
+TASKS = {
+    "CartPole-v1": CartPoleTask,
+    "MountainCar-v0": MountainCarTask,
+    "MountainCarContinuous-v0": MountainCarTask,
+}
 
 
 def hill(x: Any) -> Any:

@@ -15,8 +15,7 @@ from tqdm import tqdm
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError, message_of
-from environments import judges
-from environments.classic import CLASSIC_STATE_SIZES
+from environments import judges, tasks
 from training.run import checkpoints, load_checkpoint, make_args, saved_flags
 
 SCRIPTS = {script.__name__: script for script in (sac, dqn)}
@@ -66,15 +65,21 @@ def args_of(saved, where, own):
     return args
 
 
+@functools.cache  # making an environment takes time
+def first_state(script, env_id):
+    """Return a state [S] of a script's task, None if the task draws itself. Raises UsageError for
+    an unknown task."""
+    args = script.Args(env_id=env_id, reward="ground-truth", video_freq=0)
+    return tasks.describe_env(env_id, lambda: script.make_env(args)())[1]
+
+
 def state_size(args, where):
-    """Return how many numbers a state of the task has: 0 if only its own render() can draw it, None
-    for a copy of a script that does not say. Raises UsageError for an unknown task."""
-    script = script_of(args)
-    if args.env_id not in getattr(script, "TASKS", [args.env_id]):
-        raise UsageError(f"{where}: DQN has no task {args.env_id}")
-    if args.env_id in CLASSIC_STATE_SIZES or not hasattr(script, "describe_env"):
-        return CLASSIC_STATE_SIZES.get(args.env_id)
-    state = script.describe_env(args.env_id)
+    """Return how many numbers a state of the task has, 0 if the task draws itself. Raises
+    UsageError for an unknown task."""
+    try:
+        state = first_state(script_of(args), args.env_id)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
     return 0 if state is None else len(state)
 
 

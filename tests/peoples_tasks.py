@@ -318,9 +318,12 @@ class Lost(Flat):
 class LostLater(Lost):
     """Its first picture, the one that is tried, can be drawn."""
 
+    drawn = False
+
     def render(self):
-        if self.place:
+        if self.drawn:
             raise ContextLost
+        self.drawn = True
         return Flat.render(self)
 
 

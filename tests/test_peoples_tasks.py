@@ -14,6 +14,7 @@ import egl_render
 import sac_clip_humanoid as sac
 from clip_reward import CLIPReward, RunError, UsageError, load_clip
 from egl_render import Camera, MujocoRenderer, RenderArgs, textured_model
+from environments import tasks
 from warp_render import WarpRenderer
 
 SIZE = 120
@@ -138,7 +139,7 @@ def test_gymnasiums_own_tasks_are_drawn_from_states_when_they_are_tried_as_well(
 @pytest.mark.parametrize("task", BY_STATE)
 def test_a_task_whose_pictures_follow_from_states_is_drawn_from_them(task):
     args = args_for(task)
-    first = sac.describe_env(args.env_id)
+    _, first = tasks.describe_env(args.env_id, sac.make_env(args))
     env = sac.make_env(args)()
     env.reset(seed=0)
     _, _, _, _, info = env.step(env.action_space.sample())
@@ -149,8 +150,8 @@ def test_a_task_whose_pictures_follow_from_states_is_drawn_from_them(task):
 @pytest.mark.parametrize("task", BY_ITSELF)
 def test_a_task_whose_pictures_show_more_than_states_draws_itself(task):
     args = args_for(task)
-    assert sac.describe_env(args.env_id) is None
-    assert re.search(BY_ITSELF[task], sac.why_own_render(args.env_id))
+    assert tasks.describe_env(args.env_id, sac.make_env(args))[1] is None
+    assert re.search(BY_ITSELF[task], tasks.why_own_render(args.env_id))
     env = sac.make_env(args)()
     pictures = set()
     for seed in range(6):
