@@ -180,7 +180,8 @@ class QNetwork(nn.Module):
     def best_actions(self, observations):
         """Array [N, O] -> greedy actions, array [N] int64."""
         device = self.net[0].weight.device
-        return self(torch.as_tensor(observations, device=device)).argmax(1).cpu().numpy()
+        observations = torch.as_tensor(observations, dtype=torch.float32, device=device)
+        return self(observations).argmax(1).cpu().numpy()
 
 
 class ReplayBuffer:

@@ -193,8 +193,12 @@ def make_endless(args: Any, by_state: bool, filmed: bool = False, **kwargs: Any)
             env = make_task(args.env_id, terminate_when_unhealthy=False, **kwargs)
         except Exception:  # a task without health
             env = make_task(args.env_id, **kwargs)
-    if not env.observation_space.is_np_flattenable:
-        raise UsageError(f"--env-id {args.env_id}: its observations vary in size")
+    flat = False
+    with contextlib.suppress(NotImplementedError):  # a space of the package's own, such as words
+        flat = env.observation_space.is_np_flattenable
+    if not flat:
+        problem = "its observations vary in size or are no numbers; a wrapper can flatten them"
+        raise UsageError(f"--env-id {args.env_id}: {problem}")
     if len(env.observation_space.shape or ()) != 1:  # pictures, a Dict, a number
         env = gym.wrappers.FlattenObservation(env)
     return EndlessEpisodes(env, args, by_state, filmed)

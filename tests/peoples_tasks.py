@@ -11,7 +11,7 @@ import gymnasium as gym
 import mujoco
 import numpy as np
 from gymnasium.envs.mujoco import MujocoEnv
-from gymnasium.spaces import Box, Sequence
+from gymnasium.spaces import Box, Discrete, Sequence
 
 ANY = Box(-np.inf, np.inf, (1,), np.float64)
 XML = """
@@ -202,6 +202,19 @@ class Frame(gym.Wrapper):
         picture = np.array(self.env.render())
         picture[[0, -1]] = 0, 255, 0
         return picture
+
+
+class Steps(Slider):
+    """To the left, nowhere, or to the right."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(render_mode)
+        self.action_space = Discrete(3, start=-1)
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.do_simulation([action], self.frame_skip)
+        return self.data.qpos.copy(), 0.0, False, False, {}
 
 
 class Flat(gym.Env):

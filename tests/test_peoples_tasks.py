@@ -7,9 +7,10 @@ import re
 import gymnasium as gym
 import numpy as np
 import pytest
-from helpers import TINY, only_run, run, scalars
+from helpers import ROOT, TINY, only_run, run, scalars
 from PIL import Image
 
+import dqn_clip_classic as dqn
 import egl_render
 import sac_clip_humanoid as sac
 from clip_reward import CLIPReward, RunError, UsageError, load_clip
@@ -162,6 +163,40 @@ def test_a_task_whose_pictures_show_more_than_states_draws_itself(task):
     if task in ("MovedSite", "MovedBody", "Coloured", "TwoWorlds", "Words"):
         assert len(pictures) == 2, "two goals"
     env.close()
+
+
+def test_dqn_steps_any_discrete_task_by_actions_from_0():
+    args = dqn.Args(env_id="peoples_tasks:Steps-v0", target_prompt=("words",), clip_model=TINY)
+    assert dqn.check_args(args).shape == (2 + 7,)
+    env = dqn.make_env(args)()
+    assert env.action_space == gym.spaces.Discrete(3)
+    for action, sign in enumerate((-1, 0, 1)):
+        env.reset(seed=0)
+        _, _, _, _, info = env.step(action)
+        assert np.sign(info["states"][0]) == sign
+    args.env_id = "peoples_tasks:Slider-v0"
+    with pytest.raises(UsageError, match="DQN needs discrete actions.*; use sac_clip_humanoid.py"):
+        dqn.check_args(args)
+    args = dqn.Args(env_id="Acrobot-v1", target_prompt=("words",), clip_model=TINY)
+    assert dqn.check_args(args) is None, "it draws itself"
+    args.camera_distance = 3.0
+    with pytest.raises(UsageError, match="--camera-distance: Acrobot-v1 has no camera"):
+        dqn.check_args(args)
+
+
+@pytest.mark.slow
+def test_dqn_trains_a_mujoco_task_of_ones_own_and_it_is_judged(tmp_path):
+    (tmp_path / "judge.py").write_text("def right(states):\n    return states[:, 0] > 0\n")
+    done = train("Steps", tmp_path, script=dqn)
+    assert "peoples_tasks:Steps-v0 is drawn from its states" in done.stdout
+    folder = only_run(tmp_path / "runs")
+    values, _ = scalars(folder)
+    rewards = [event.value for event in values["charts/clip_reward"]]
+    assert len(rewards) == 2 and np.std(rewards) > 0 and len([*folder.glob("videos/*.mp4")])
+    command = "success", "--run", folder, "--env-id", "peoples_tasks:Steps-v0", "--episodes", 4
+    command += "--judge", f"{tmp_path}/judge.py:right"
+    models = {"PYTHONPATH": os.path.dirname(__file__), "TASK_FOLDER": str(tmp_path / "models")}
+    assert "of 4 episodes" in run(ROOT / "eval_epic.py", *command, **models).stdout
 
 
 def test_a_model_that_is_changed_in_python_is_drawn_as_it_is():
@@ -319,7 +354,7 @@ SMALL = "--num-envs 2 --episode-length 10 --total-timesteps 40 --learning-starts
 SMALL = f"{SMALL} --gradient-steps 1 --reward-devices cpu --clip-model tiny_clip".split()
 
 
-def train(task, folder, **options):
+def train(task, folder, script=sac, **options):
     environment = {"PYTHONPATH": os.path.dirname(__file__)}
     long = folder / ("scratch_of_a_job_with_a_long_name_" * 3)
     long.mkdir()
@@ -327,7 +362,7 @@ def train(task, folder, **options):
     words += ["--runs-dir", folder / "runs"]
     folder.joinpath("models").mkdir()
     environment |= {"TMPDIR": str(long), "TASK_FOLDER": str(folder / "models")}
-    return run(sac.__file__, *words, **environment, **options)
+    return run(script.__file__, *words, **environment, **options)
 
 
 def test_a_task_that_draws_itself_trains_with_its_goal_and_its_own_success(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import ROOT, TINY, only_run, run, scalars
 
+import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 
 # package: {task: whether its goal differs between starts}
@@ -66,6 +67,43 @@ def test_it_trains_and_is_judged_by_its_own_success(package, task, tmp_path):
         command = "success", "--run", only_run(tmp_path), "--env-id", env_id, "--episodes", 4
         judged = run(ROOT / "eval_epic.py", *command)
         assert "success: The environment says so" in judged.stdout
+
+
+FLAT_GRID = """
+import gymnasium as gym, minigrid
+from minigrid.wrappers import FlatObsWrapper
+
+def make(**options):
+    return FlatObsWrapper(gym.make("MiniGrid-Empty-5x5-v0", **options))
+
+gym.register("FlatGrid-v0", make)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "package, env_id", [("minigrid", "flat_grid:FlatGrid-v0"), ("Box2D", "LunarLander-v3")]
+)
+def test_dqn_trains_on_tasks_with_discrete_actions(package, env_id, tmp_path):
+    env_id_of(package, env_id)
+    (tmp_path / "flat_grid.py").write_text(FLAT_GRID)
+    words = ["--env-id", env_id, "--target-prompt", "the goal", "--runs-dir", tmp_path / "runs"]
+    done = run(dqn.__file__, *words, *SMALL.split(), PYTHONPATH=str(tmp_path))
+    assert f"{env_id} is drawn by its own render(): " in done.stdout
+    folder = only_run(tmp_path / "runs")
+    values, _ = scalars(folder)
+    rewards = [event.value for event in values["charts/clip_reward"]]
+    assert len(rewards) == 2 and np.isfinite(rewards).all() and np.std(rewards) > 0
+    assert len([*folder.glob("videos/*.mp4")]) == 1
+
+
+def test_observations_of_words_are_refused_in_one_line():
+    env_id = env_id_of("minigrid", "MiniGrid-Empty-5x5-v0")
+    args = dqn.Args(env_id=env_id, target_prompt=("words",), clip_model=TINY)
+    with pytest.raises(
+        sac.UsageError, match="^--env-id .*: its observations vary in size or are no"
+    ):
+        dqn.check_args(args)
 
 
 def test_a_package_that_does_not_fit_this_mujoco_is_one_line():
