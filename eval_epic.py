@@ -304,7 +304,7 @@ class Label(OnDataset):
     task's words, instead; for poses that are rare in the dataset"""
 
     def session(self):
-        """Return the label_page.Session, with a folder for its file of answers."""
+        """Return the label_page.Session."""
         if (self.uncertain or self.likely) and self.unit == "episode":
             raise UsageError("--uncertain and --likely are about frames, not --unit episode")
         data, task = self.load()
@@ -314,9 +314,7 @@ class Label(OnDataset):
         elif self.likely:
             order = fit.most_likely(self.likely, data, task)
         path = Path(self.labels or data.folder / "labels.csv")
-        session = label_page.Session(data, task, self.unit, path, self.count, order)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return session
+        return label_page.Session(data, task, self.unit, path, self.count, order)
 
     def __call__(self):
         label_page.serve(self.session())

@@ -1,27 +1,49 @@
-"""Label a dataset by hand, in the browser, one key press per answer. Needs gradio.
+"""Label a dataset by hand, in the browser, one key press per answer.
 
 Y: the picture meets the task's criterion, N: it does not, S: leave it for the end, U: undo. Every
 answer is saved before the next picture appears, and the same command continues where the last one
-stopped. The page listens on 127.0.0.1 and loads nothing from anywhere else. The judge's verdict is
-not shown: a person would learn to agree with it.
+stopped. The judge's verdict is not shown: a person would learn to agree with it.
+
+The page listens on 127.0.0.1, loads nothing from anywhere else, and answers only requests that
+know the token in its URL and come from itself: other pages in the browser cannot read or press it.
 """
 
 import base64
+import contextlib
+import fcntl
 import functools
+import html
 import io
+import json
 import os
 import random
+import secrets
+import string
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from clip_reward import UsageError
+from clip_reward import RunError, UsageError
 from evaluation.datasets import LABEL_COLUMNS, label_rows, read_labels, write_csv
 from evaluation.runs import make_scorer
 from training.run import say
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Wait for other processes that write labels to a folder, and keep them waiting meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # NFS locks no folders
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 class Session:
@@ -49,13 +71,16 @@ class Session:
         return [k for k in self.order if k not in self.answers] + skipped
 
     def answer(self, index, label):
-        """Save whether `index` meets the criterion, or leave it for the end (None). An answer to a
-        picture that is no longer shown is dropped: a second press, or another window. Raises
-        RunError or UsageError if it cannot be saved; then nothing has changed."""
+        """Save whether `index` meets the criterion (bool), or leave it for the end (None). An
+        answer to a picture that is no longer shown is dropped: a second press, or another window.
+        Raises UsageError if `index` is never asked for, and RunError, UsageError or OSError if the
+        answer cannot be saved; then nothing has changed."""
         with self.lock:
+            if type(index) is not int or index not in self.order:
+                raise UsageError(f"there is no {self.unit} {index!r} to answer here")
             todo = self.todo()
             if todo and index == todo[0]:
-                self._save(index, label)
+                label = label if label is None else self._save(index, label)
                 self.answers.pop(index, None)
                 self.answers[index] = label
 
@@ -63,16 +88,33 @@ class Session:
         """Take back the last answer or skip, even one of an earlier session."""
         with self.lock:
             if self.answers:
-                self._save(last := [*self.answers][-1], None)
+                last = [*self.answers][-1]
+                if self.answers[last] is not None:
+                    self._save(last, None)
                 del self.answers[last]
 
+    def _row(self, index, label):
+        values = (self.dataset.path.stem, self.unit, str(index), self.task.name, str(int(label)))
+        return dict(zip(LABEL_COLUMNS, values))
+
     def _save(self, index, label):
-        columns, rows = label_rows(self.path) if self.path.exists() else (LABEL_COLUMNS, {})
-        values = (self.dataset.path.stem, self.unit, str(index), self.task.name)
-        ours = dict(zip(LABEL_COLUMNS, values))
-        rows = [row for row in rows.values() if ours.items() - row.items()]
-        rows += [] if label is None else [ours | {"label": int(label)}]
-        write_csv(self.path, columns, rows)
+        """Save an answer, or take it back (None) -> the answer in the file: if another writer has
+        answered meanwhile, that one stays. A file that was removed is written again, with all
+        answers of this session."""
+        with locked(self.path.parent):
+            if self.path.exists():
+                columns, rows = label_rows(self.path)
+                there = read_labels(self.path, self.dataset, self.task.name)[self.unit]
+                if label is not None and index in there:
+                    return there[index]
+            else:
+                given = {k: known for k, known in self.answers.items() if known is not None}
+                columns, rows = LABEL_COLUMNS, {k: self._row(k, given[k]) for k in given}
+            ours = dict(list(self._row(index, 0).items())[:-1])  # all but the label
+            rows = [row for row in rows.values() if ours.items() - row.items()]
+            rows += [] if label is None else [self._row(index, label)]
+            write_csv(self.path, columns, rows)
+        return label
 
     def image(self, index, render):
         """Return HTML of a frame as PNG or of an episode as looping WebP, ten frames a second."""
@@ -84,85 +126,103 @@ class Session:
         return f'<img data-index={index} src="data:image/{kind};base64,{data}">'
 
 
-CSS = """
-.gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
-#picture img { height: 82vh; width: 100%; object-fit: contain; }
-#yes { background: #15803d; color: white; } #no { background: #b91c1c; color: white; }
-"""
-HEAD = """<script>
-document.addEventListener("keydown", (event) => {
-  const id = {y: "yes", n: "no", u: "undo", s: "skip"}[event.key.toLowerCase()];
-  if (id && !event.repeat && !event.ctrlKey && !event.altKey && !event.metaKey)
-    document.getElementById(id)?.click();
-});
-</script>"""
-SHOWN = "() => Number(document.querySelector('#picture [data-index]').dataset.index)"
+BUTTONS = {"yes": True, "no": False, "skip": None}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; img-src data:; connect-src 'self'; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",  # the URL is secret
+    "Cache-Control": "no-store",
+}
 
 
-def make_page(gradio, session, drawing, scorer):
-    """Make the page (gradio.Blocks), whose pictures `scorer` draws in the executor `drawing`."""
+class PageServer(ThreadingHTTPServer):
+    """The page on a free port of 127.0.0.1, as `url` says. Its pictures are drawn by `scorer` in
+    the executor `drawing`."""
 
-    @functools.lru_cache(8)
-    def image(index):  # large, for a person, whatever CLIP was shown
-        return drawing.submit(session.image, index, functools.partial(scorer.render, size=480))
+    def __init__(self, session, drawing, scorer):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.session, self.path = session, f"/{secrets.token_urlsafe()}"
+        self.url = f"http://127.0.0.1:{self.server_port}{self.path}"
+        task, unit = session.task, session.unit
+        rule = f" Yes if that holds {task.episode_rule}." if unit == "episode" else ""
+        words = {"name": task.name, "unit": unit, "criterion": task.criterion + rule}
+        page = string.Template(Path(__file__).with_suffix(".html").read_text())
+        self.page = page.substitute({name: html.escape(text) for name, text in words.items()})
+        # large, for a person, whatever CLIP was shown
+        draw = functools.partial(scorer.render, size=480)
+        self.image = functools.lru_cache(8)(lambda k: drawing.submit(session.image, k, draw))
 
-    def view():
-        todo, count = session.todo(), len(session.order)
-        words = f"**{count - len(todo)} of {count}**"
-        if not todo:
-            end = f"All {count} are labelled. You can close this page."
-            return f"<h2 data-index=-1>{end}</h2>", words
-        now, *_ = [image(index) for index in todo[:2]]  # draws the next one meanwhile
-        return now.result(), words
+    def view(self):
+        """Return what the page shows now: {"picture": HTML, "progress": text}."""
+        todo, count = self.session.todo(), len(self.session.order)
+        end = f"<h2 data-index=-1>All {count} are labelled. You can close this page.</h2>"
+        images = [self.image(index) for index in todo[:2]]  # draws the next one meanwhile
+        picture = images[0].result() if images else end
+        return {"picture": picture, "progress": f"{count - len(todo)} of {count}"}
 
-    def press(label, index):
-        session.undo() if label == "undo" else session.answer(int(index), label)
-        return view()
 
-    task = session.task
-    rule = f" Yes if that holds {task.episode_rule}." if session.unit == "episode" else ""
-    question = f"### Does the {session.unit} show this: {task.name}?\n{task.criterion}{rule}"
-    with gradio.Blocks(title=task.name) as page:
-        shown = gradio.Number(visible=False)  # what the person sees, filled in by the browser
-        with gradio.Row():
-            with gradio.Column(scale=5):
-                picture = gradio.HTML(elem_id="picture")
-            with gradio.Column(scale=3):
-                gradio.Markdown(question)
-                words = gradio.Markdown()
-                for key, label in {"yes": True, "no": False, "skip": None, "undo": "undo"}.items():
-                    button = gradio.Button(f"{key} ({key[0].upper()})", elem_id=key)
-                    act = functools.partial(press, label)
-                    button.click(act, shown, [picture, words], js=SHOWN, show_progress="hidden")
-        page.load(view, None, [picture, words])
-    return page
+class Handler(BaseHTTPRequestHandler):
+    """GET of the URL is the page; POST of {"button": its name or "show", "index": the number that
+    is shown} to it does what the button says -> `PageServer.view`, or {"error": text}."""
+
+    timeout = 10  # seconds for a request: all are small
+
+    def allowed(self):
+        """Return whether a request is for this URL and, if it may change something, from this page.
+        A name that somebody else made a name of this machine is not ours."""
+        host = self.headers.get("Host", "")
+        ours = host.split(":")[0] in ("127.0.0.1", "localhost")
+        itself = self.command == "GET" or self.headers.get("Origin") == f"http://{host}"
+        known = secrets.compare_digest(self.path.encode(), self.server.path.encode())
+        return ours and itself and known
+
+    def do_GET(self):
+        if self.allowed():
+            self.reply(200, "text/html; charset=utf-8", self.server.page)
+        else:
+            self.reply(403, "text/plain", "Open the URL that eval_epic.py label printed.")
+
+    def do_POST(self):
+        try:
+            length = int(self.headers.get("Content-Length", 0))
+            if not self.allowed() or not 0 < length <= 1000:
+                return self.reply(403, "text/plain", "refused")
+            request = json.loads(self.rfile.read(length))
+            button, index = request["button"], request["index"]
+            session = self.server.session
+            if button == "undo":
+                session.undo()
+            elif button != "show":
+                session.answer(index, BUTTONS[button])
+            status, view = 200, self.server.view()
+        except (UsageError, RunError, OSError) as error:
+            status, view = 409, {"error": f"That was not saved: {error}"}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            status, view = 400, {"error": "That is no request of this page."}
+        self.reply(status, "application/json", json.dumps(view))
+
+    def reply(self, status, kind, text):
+        with contextlib.suppress(OSError):  # the browser has gone
+            self.send_response(status)
+            for name, value in (HEADERS | {"Content-Type": kind}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        """Print nothing."""
 
 
 def serve(session):
-    """Serve the page on a free port of 127.0.0.1 until Ctrl-C. Raises UsageError without gradio."""
-    # no telemetry; `launch` returns at once, and checks without a proxy that the page is up
-    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "no", "GRADIO_DEBUG": "0", "no_proxy": "127.0.0.1"}
-    try:
-        import gradio
-    except ImportError as error:
-        raise UsageError("the labelling page needs gradio: pip install .[label]") from error
-
-    fonts = [gradio.themes.Font("sans-serif")]  # the default ones are fetched
-    options = {"theme": gradio.themes.Default(font=fonts, font_mono=fonts), "css": CSS}
-    options |= {"head": HEAD, "footer_links": [], "run_history": False, "ssr_mode": False}
-    options |= {"share": False, "server_name": "127.0.0.1", "quiet": True}
+    """Serve the page until Ctrl-C."""
     total, dataset = len(session.order), session.dataset
     say(f"labelling {session.unit}s of {dataset.path} for {session.task.name}: "
         f"{len(session.answers)} of {total} are done; starting")  # fmt: skip
     with ThreadPoolExecutor(1) as drawing:  # a GL context belongs to one thread
         pictures = drawing.submit(make_scorer, dataset.args).result()
-        page = make_page(gradio, session, drawing, pictures)
-        # show_error: if an answer could not be saved
-        page.launch(prevent_thread_lock=True, show_error=True, **options)
-        say(f"open {page.local_url} and answer by key; Ctrl-C ends")
-        try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            page.close(verbose=False)
+        with PageServer(session, drawing, pictures) as server:
+            say(f"open {server.url} and answer by key; Ctrl-C ends")
+            with contextlib.suppress(KeyboardInterrupt):
+                server.serve_forever()
         drawing.submit(pictures.close).result()
     say(f"{total - len(session.todo())} of {total} labelled, in {session.path}")

@@ -67,7 +67,7 @@ def main(python, folder):
     modules = ["clip_reward/__init__.py", "egl_render/__init__.py", "reward_head.py"]
     assert code == [*modules, "warp_render.py"]
     there = run(bin / "pip", "list").lower()
-    for name in "wandb matplotlib tensorboard tyro ray gradio scipy".split():
+    for name in "wandb matplotlib tensorboard tyro ray scipy".split():
         assert not re.search(rf"^{name} ", there, re.M), f"{name} is installed to score a picture"
     standing, lying = map(float, run(bin / "python", "-c", SCORE).split()[-2:])
     assert -1.0 <= lying < standing - 0.2 and standing <= 1.0, (standing, lying)
