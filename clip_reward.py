@@ -41,7 +41,7 @@ from pydantic import AfterValidator, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from reward_head import HeadReward, load_head, with_hash
+from reward_head import HeadReward, load_head, with_hash, without_hash
 
 Array = torch.Tensor | np.ndarray
 
@@ -609,7 +609,13 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
     goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
     head, words = load_head(args.reward_head), args.target_prompt + args.target_image
     reward: Any = CLIPReward(clip, *goal) if words or not head else CLIPEmbedder(clip)
-    reward = HeadReward(reward, head, bool(words)) if head else reward
+    if head:
+        picture = np.zeros((1, 64, 64, 3), np.uint8)
+        try:
+            head.check_size(reward.embed_images(picture).shape[-1])
+        except ValueError as error:
+            raise UsageError(f"--reward-head {without_hash(args.reward_head)}: {error}") from error
+        reward = HeadReward(reward, head, bool(words))
     if args.compile:
         clip.model.visual.compile(mode="max-autotune-no-cudagraphs")
     for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
@@ -677,7 +683,7 @@ class Scorer:
     def score(self, states: np.ndarray) -> tuple[np.ndarray, float, float]:
         """States [B, S] float64, or frames [B, H, W, 3] uint8 without a renderer -> rewards
         [B, ...] float32, seconds of drawing, seconds of CLIP that drawing did not hide. Raises
-        RunError if the device has too little memory."""
+        RunError if the device has too little memory, or for rewards of another shape."""
         return self.finish(self.launch(states))
 
     @torch.inference_mode()
@@ -700,7 +706,11 @@ class Scorer:
                     frames = torch.from_numpy(batch)
                 render_s += time.perf_counter() - drawing
                 # on a GPU this returns at once, and the next batch is drawn meanwhile
-                rewards.append(self.reward(frames.to(self.device, non_blocking=True)))
+                scored = self.reward(frames.to(self.device, non_blocking=True))
+                if (shape := tuple(np.shape(scored)))[:1] != (len(batch),):
+                    made = f"{list(shape)} for {len(batch)} frames"
+                    raise RunError(f"the reward module returned {made}; it must return [B]")
+                rewards.append(scored)
         return rewards, render_s, time.perf_counter() - began - render_s
 
     @torch.inference_mode()

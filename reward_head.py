@@ -39,6 +39,13 @@ class Head(torch.nn.Module):
         self.register_buffer("bias", bias)
         self.about = about
 
+    def check_size(self, dim: int) -> None:
+        """Raise ValueError unless there is a weight for each of the D numbers of an embedding."""
+        wanted = dim * max(1, len(self.about["flags"]["camera_azimuth"]))
+        if len(self.weight) != wanted:
+            problem = f"the head has {len(self.weight)} weights, its model and cameras {wanted}"
+            raise ValueError(f"{problem}; fit it again with eval_epic.py fit")
+
     def logits(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Embeddings [B, D] or [B, V, D] float32 -> logits [B] float32."""
         return embeddings.flatten(1) @ self.weight + self.bias
@@ -92,7 +99,13 @@ def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
             about = json.loads(file.metadata()["head"])
             head = Head(file.get_tensor("weight"), file.get_tensor("bias"), about)
             wanted = {name: about["flags"][name] for name in FLAGS}
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        for tensor in (head.weight, head.bias):
+            if tensor.dtype != torch.float32 or tensor.ndim != 1 or not tensor.isfinite().all():
+                raise ValueError
+        counts = about["labels"]["good"], about["labels"]["other"]
+        if len(head.bias) != 1 or any(type(count) is not int or count < 1 for count in counts):
+            raise ValueError
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, or not made by eval_epic.py fit") from error
     for name, value in json.loads(json.dumps(flags or {}, default=str)).items():
         if value != wanted.get(name, value):

@@ -17,6 +17,7 @@ import math
 import os
 import runpy
 import tomllib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ import gymnasium
 import numpy as np
 
 import egl_render
-from clip_reward import UsageError
+from clip_reward import UsageError, one_line
 from environments import classic
 
 REACH = 0.10  # m: contacts are searched for up to this height above the floor
@@ -302,17 +303,27 @@ def find_task(spec, env_id, target_prompts=()):
     return task
 
 
+def _where(error):
+    """Return what an exception says, and the line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{one_line(error)} ({last.filename}, line {last.lineno}: {last.line})"
+
+
 def _own_task(spec):
     path, _, name = spec.rpartition(":")
     try:
         function = runpy.run_path(path)[name]
-    except Exception as error:  # whatever somebody's file raises
-        raise UsageError(f"--judge {spec}: {error!r}; expected FILE.py:FUNCTION") from error
+    except (Exception, SystemExit) as error:  # whatever somebody's file raises
+        problem = f"{_where(error)}; expected FILE.py:FUNCTION"
+        raise UsageError(f"--judge {spec}: {problem}") from error
     if not callable(function):
         raise UsageError(f"--judge {spec}: {name} is not a function")
 
     def judge(states):
-        verdict = np.asarray(function(states))
+        try:
+            verdict = np.asarray(function(states))
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"--judge {spec} failed: {_where(error)}") from error
         if verdict.shape != (len(states),) or verdict.dtype != bool:
             made = f"{list(verdict.shape)} {verdict.dtype} for {len(states)} states"
             raise UsageError(f"--judge {spec} returned {made}, not [B] bool")

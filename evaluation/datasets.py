@@ -146,14 +146,20 @@ LABEL_COLUMNS = ["dataset", "unit", "index", "task", "label"]
 
 def label_rows(path):
     """Read a file of labels, also one that a spreadsheet has saved (docs/labels.md) -> columns,
-    {line: {column: value}}. Raises OSError, or UsageError if it is not a CSV file with
+    {line: {column: value}}. Raises UsageError if it cannot be read or is not a CSV file with
     LABEL_COLUMNS."""
-    data, line, table = Path(path).read_bytes(), 1, {}
+    try:
+        data, line, table = Path(path).read_bytes(), 1, {}
+    except OSError as error:
+        how = "make it with: python eval_epic.py label DATASET"
+        raise UsageError(f"labels {path}: {error.strerror}; {how}") from error
     utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         text = data.decode("utf-16" if utf_16 else "utf-8-sig")
     except UnicodeDecodeError:
         text = data.decode("cp1252", "replace")  # Excel's in western Europe
+    if "\0" in text:
+        raise UsageError(f"{path}: not labels: it has NUL bytes; save it as CSV again")
     head = next(filter(str.strip, text.splitlines()), "")
     form = {"delimiter": max(",;\t", key=head.count), "skipinitialspace": True, "strict": True}
     try:
@@ -187,11 +193,13 @@ def read_labels(path, dataset, task):
             continue
         if (
             not index.isdecimal()
+            or len(index) > 18
             or int(index) not in there.get(unit, ())
             or label not in ("0", "1")
         ):
             wanted = f"a frame or episode of {dataset.path} and 0 or 1"
-            raise UsageError(f"{path}, line {line}: not {wanted}: {unit} {index}, {label!r}")
+            found = shorten(f"{unit} {index}, {label!r}", 80)
+            raise UsageError(f"{path}, line {line}: not {wanted}: {found}")
         labels[unit][int(index)] = label == "1"
     return labels
 

@@ -143,8 +143,10 @@ def fit(parts, model, out, judge=None):
         model: RewardArgs of the model to embed with, and of the words to compare with.
         judge: the flag --judge of the command.
     """
-    if out.exists():
-        raise UsageError(f"--out {out} exists already; choose another name")
+    sheet = out.with_suffix(".png")
+    for path in (out, sheet):
+        if path.exists() or out == sheet:
+            raise UsageError(f"--out {out}: {path} exists already or is the head's; rename --out")
     data, task, _ = parts[0]
     flags = {name: vars(data.args)[name] for name in FLAGS} | {"clip_model": model.clip_model}
     states, names, truth, episodes = [], [], [], []
@@ -194,7 +196,6 @@ def fit(parts, model, out, judge=None):
     with closing(make_scorer(data.args)) as scorer:
         frames = scorer.render(states[worst], 120)
     chances = (f"{1 / (1 + np.exp(-logits[k])):.2f} {names[k]}" for k in worst)
-    sheet = out.with_suffix(".png")
     columns = 4 if data.args.views > 1 else 10
     figures.write_sheet(sheet, map(figures.framed, frames, chances, good[worst]), columns)
     say(f"wrote {out}, and its worst errors: {sheet} (green: labelled good)")
@@ -217,6 +218,10 @@ def least_sure(path, data):
     flags = dict(head.about["flags"])
     model = HeadModel(clip_model=flags.pop("clip_model"))
     embeddings, _ = embed(model, replace(data.args, **flags), data.states)
+    try:
+        head.check_size(embeddings.shape[-1])
+    except ValueError as error:
+        raise UsageError(f"--uncertain {path}: {error}") from error
     logits = head.logits(torch.from_numpy(embeddings))
     odds = head.about["labels"]["good"] / head.about["labels"]["other"]
     return torch.argsort((logits + math.log(odds)).abs(), stable=True).tolist()

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
-from clip_reward import Scorer, UsageError, message_of
+from clip_reward import RunError, Scorer, UsageError, message_of
 from environments import judges, tasks
-from training.run import checkpoints, load_checkpoint, make_args, saved_flags
+from training.run import check_weights, checkpoints, load_checkpoint, make_args, saved_flags
 
 SCRIPTS = {script.__name__: script for script in (sac, dqn)}
 
@@ -125,13 +125,16 @@ def checkpoint_paths(run, names) -> list[Path]:
 
 def load_policy(path, args, observation_space, action_space):
     """Return (network, the step at which the checkpoint was made). Raises UsageError if it is
-    damaged or has other networks."""
+    damaged or has other networks, and RunError for a NaN or infinity among its weights."""
     script, saved = script_of(args), load_checkpoint(path)
     try:
         kind = script.QNetwork if "q_network" in saved else script.Actor
         network = kind(observation_space.shape[0], action_space, args)
         network.load_state_dict(saved["q_network" if "q_network" in saved else "actor"])
+        check_weights(network, path)
         return network, int(saved["global_step"])
+    except RunError:
+        raise
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise UsageError(f"{path} is not a checkpoint of this run: {message_of(error)}") from error
 
@@ -140,7 +143,7 @@ def load_policy(path, args, observation_space, action_space):
 def rollout(args, path, seeds, explore=False):
     """Play whole episodes of a run side by side, one per seed, with the best actions of the
     checkpoint at `path`, or with `explore` (SAC) sampled ones -> columns of a Dataset, episode
-    after episode. Raises UsageError as `load_policy` does."""
+    after episode. Raises as `load_policy` does, and RunError for a NaN or infinity."""
     seeds = [int(seed) for seed in seeds]
     modes = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
     envs = gym.vector.SyncVectorEnv([script_of(args).make_env(args)] * len(seeds), **modes)
@@ -151,15 +154,19 @@ def rollout(args, path, seeds, explore=False):
     observations, _ = envs.reset(seed=seeds)
     torch.manual_seed(seeds[0])
     steps = []
-    for _ in tqdm(range(args.episode_length), f"{len(seeds)} episodes", disable=None):
+    for step in tqdm(range(args.episode_length), f"{len(seeds)} episodes", disable=None):
         if explore:
             sample, _ = network.sample(torch.as_tensor(observations, dtype=torch.float32))
             actions = network.to_env(sample)
         else:
             actions = network.best_actions(observations)
         observations, rewards, _, _, infos = envs.step(actions)
-        states = infos["states"] if "states" in infos else [()] * len(seeds)
-        steps.append((np.array([*states], np.float64), rewards))
+        states = np.array([*infos.get("states", [()] * len(seeds))], np.float64)
+        found = {"action": actions, "observation": observations, "reward": rewards}
+        for name, values in (found | {"state": states}).items():
+            if not np.isfinite(values).all():
+                raise RunError(f"{path}: NaN or infinity in the {name} of step {step}")
+        steps.append((states, rewards))
     envs.close()
     states, env_reward = (np.concatenate(np.stack(column, 1)) for column in zip(*steps))
     episode, step = (index.ravel() for index in np.indices((len(seeds), len(steps))))

@@ -804,6 +804,19 @@ def test_a_scorer_draws_and_scores():
         Scorer(PaintRenderer, make_reward).score(states)
 
 
+@pytest.mark.parametrize("wrong", ["number", "tensor", "one", "few"])
+def test_rewards_of_another_shape_are_refused(wrong):
+    made = {
+        "number": 18.0,
+        "tensor": torch.tensor(18.0),
+        "one": torch.ones(1),
+        "few": torch.ones(2),
+    }
+    scorer = Scorer(PaintRenderer, lambda device: lambda frames: made[wrong])
+    with pytest.raises(RunError, match=r"^the reward module returned \[.*\] for 3 frames; it must"):
+        scorer.score(np.zeros((3, 1)))
+
+
 def test_several_views_are_drawn_side_by_side():
     args = sac.Args(camera_azimuth=(180.0, 90.0))
     scorer = Scorer(functools.partial(sac.make_renderer, args), None)

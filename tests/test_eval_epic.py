@@ -17,6 +17,7 @@ import sys
 import urllib.parse
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,7 @@ import clip_reward
 import dqn_clip_classic as dqn
 import eval_epic
 import sac_clip_humanoid as sac
-from clip_reward import UsageError
+from clip_reward import RunError, UsageError
 from environments import judges
 from environments.classic import ClassicRenderer
 from evaluation import compare, datasets, figures, rewards
@@ -770,6 +771,66 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
         assert "damaged" in said or "another script" in said, (text, said)
 
 
+@pytest.mark.parametrize("name, key", [("good", "q_network"), ("car", "actor")])
+def test_a_policy_of_nan_is_no_success_and_no_dataset(runs, tmp_path, name, key):
+    run = shutil.copytree(runs[name], tmp_path / "run", ignore=shutil.ignore_patterns("success*"))
+    best = run / "checkpoints" / "best.pt"
+    saved = torch.load(best)
+    for value in (math.nan, math.inf):
+        bias = next(weights for weights in saved[key].values() if weights.ndim == 1)
+        bias[-1] = value
+        torch.save(saved, best)
+        out = tmp_path / "states.npz"
+        collect = eval_epic.Collect(source="run", run=run, checkpoints=("best",), out=out)
+        for command in (eval_epic.Success(run=run, episodes=2), collect):
+            with pytest.raises(RunError, match="best.pt: NaN or infinity in .*earlier checkpoint"):
+                command()
+        assert not out.exists() and not list(run.glob("success*"))
+
+
+@pytest.mark.parametrize("what", ["observation", "reward"])
+def test_an_environment_of_nan_ends_the_judging(runs, monkeypatch, what):
+    step = gym.vector.SyncVectorEnv.step
+
+    def broken(self, actions):
+        observations, rewards, *others = step(self, actions)
+        (observations if what == "observation" else rewards)[1] = np.nan
+        return observations, rewards, *others
+
+    monkeypatch.setattr(gym.vector.SyncVectorEnv, "step", broken)
+    with pytest.raises(RunError, match=f"NaN or infinity in the {what} of step 0"):
+        eval_epic.Success(run=runs["good"], episodes=2)()
+
+
+def test_a_torch_file_that_is_no_checkpoint_is_one_line(runs, tmp_path):
+    run = shutil.copytree(runs["good"], tmp_path / "run", ignore=shutil.ignore_patterns("success*"))
+    best = run / "checkpoints" / "best.pt"
+    good = torch.load(best)
+    wrong = [[], [1], {}, 7, "text", None, torch.ones(3), {"global_step": 3}, {"global_step": "3"}]
+    wrong += [good | {"q_network": x} for x in (None, [], {}, 7, torch.ones(2), {"a": 1})]
+    for content in wrong:
+        torch.save(content, best)
+        said = refused(lambda: eval_epic.Success(run=run)())
+        assert str(best) in said and "checkpoint" in said and len(said) < 800, (content, said)
+
+
+def test_absurd_args_json_is_one_short_line(runs, tmp_path):
+    run = shutil.copytree(runs["good"], tmp_path / "run", ignore=shutil.ignore_patterns("success*"))
+    path, args = run / "args.json", json.loads((runs["good"] / "args.json").read_text())
+    texts = ["[" * 100_000, '{"a": ' * 100_000, " " * 2_000_000, "\0", "\ufeff{}"]
+    texts += [json.dumps(args | {f"flag_{k}": k for k in range(5000)})]
+    for value in (10**30, -1, math.inf, "x" * 100_000, [1] * 10_000, {}, None):
+        texts += [json.dumps(args | {name: value}) for name in ("render_size", "seed")]
+    texts += [json.dumps(args).replace('"seed": 0', f'"seed": {"9" * 5000}')]
+    for text in texts:
+        path.write_text(text)
+        if text.endswith("null}") or '"render_size": null' in text:
+            continue  # which is a value of this flag
+        said = refused(lambda: eval_epic.Success(run=run)())
+        assert "args.json" in said or str(run) in said, text[:100]
+        assert len(said) < 800, said
+
+
 def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     def message(path=cart, rows=None, **settings):
         if rows is not None:
@@ -792,6 +853,9 @@ def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     assert "the columns must include dataset,unit" in message(labels=str(tmp_path / "other.csv"))
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80" * 50)
     assert "not labels" in message(labels=str(tmp_path / "binary.csv"))
+    (tmp_path / "nul.csv").write_text(f"{','.join(datasets.LABEL_COLUMNS)}\ncart,frame,0\0")
+    assert "NUL" in message(labels=str(tmp_path / "nul.csv"))
+    assert "not a frame" in (said := message(rows=[row("9" * 6000, 1)])) and len(said) < 300
     assert "No such file" in message(labels=str(tmp_path / "none.csv"))
     none = dataclasses.replace(MODEL, reward_alpha=())
     assert "--reward-alpha" in message(reward=none)
@@ -904,6 +968,7 @@ def test_a_malformed_dataset_is_one_line(cart, tmp_path, command):
 
 
 OWN_VERDICT = """
+import gymnasium as gym
 import gymnasium as gym
 import numpy as np
 

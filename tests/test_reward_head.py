@@ -163,11 +163,16 @@ def test_labels_that_are_too_few_or_alike_are_one_line(labelled, tmp_path):
         command = eval_epic.Fit(dataset=(path,), out=tmp_path / "h.safetensors")
         with pytest.raises(UsageError, match=problem):
             command()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UsageError, match="none/labels.csv: No such file.*eval_epic.py label"):
         path = save_states(tmp_path / "none.npz", np.zeros((6, 4)))
         eval_epic.Fit(dataset=(path,), out=tmp_path / "h.safetensors")()
     with pytest.raises(UsageError, match="exists already"):
         eval_epic.Fit(dataset=(labelled,), out=labelled)()
+    (tmp_path / "mine.png").write_text("a picture")
+    for name in ("mine.safetensors", "other.png"):  # its own picture is NAME.png
+        with pytest.raises(UsageError, match="rename --out"):
+            eval_epic.Fit(dataset=(labelled,), out=tmp_path / name)()
+    assert (tmp_path / "mine.png").read_text() == "a picture"
     assert not (tmp_path / "h.safetensors").exists()
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -27,7 +28,15 @@ from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 import egl_render
-from clip_reward import RewardArgs, RunError, UsageError, message_of, one_line, render_size_of
+from clip_reward import (
+    RewardArgs,
+    RunError,
+    UsageError,
+    message_of,
+    one_line,
+    render_size_of,
+    shorten,
+)
 
 
 @dataclass(config={"extra": "forbid"})
@@ -103,8 +112,10 @@ def saved_flags(run_dir):
     UsageError."""
     path = Path(run_dir) / "args.json"
     try:
+        if path.stat().st_size > 1_000_000:
+            raise ValueError("more than a megabyte")
         return dict(json.loads(path.read_text()).items())
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: {message_of(error)}") from error
 
 
@@ -113,7 +124,7 @@ def make_args(flags, Args, where):
     try:
         return Args(**{name: value for name, value in flags.items() if name != "script"})
     except (TypeError, ValueError) as error:  # pydantic's
-        problem = " ".join(str(error).split())
+        problem = shorten(" ".join(str(error).split()), 400)
         raise UsageError(
             f"{where} is damaged or of another script or version: {problem}"
         ) from error
@@ -269,9 +280,19 @@ def load_checkpoint(path):
         with zipfile.ZipFile(path) as file:
             if name := file.testzip():
                 raise ValueError(f"wrong checksum of {name}")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(saved, dict) or type(saved.get("global_step")) is not int:
+            raise ValueError("it holds no number of steps")
+        return saved
     except Exception as error:  # there are half a dozen types
         raise UsageError(f"{path} is damaged or no checkpoint: {message_of(error)}") from error
+
+
+def check_weights(network, where):
+    """Raise RunError for a NaN or infinity among the weights of a network."""
+    for name, weights in network.state_dict().items():
+        if not weights.isfinite().all():
+            raise RunError(f"{where}: NaN or infinity in {name}; use an earlier checkpoint")
 
 
 def write(path, content):
@@ -314,11 +335,13 @@ class Run:
             self.resumed = bool(args.resume) and not start.is_file()
             self.restored = load_checkpoint(start) if start.is_file() else {}
             self.folder = start if self.resumed else self._new_folder()
+            if not self.resumed:
+                sys.excepthook = self._failed  # removes the folder if the start is refused
             self._lock()
             saved = {"script": os.path.abspath(sys.argv[0])} | vars(args)
             if self.resumed:
                 self.restored = self._newest_checkpoint()
-                self.step = self.first_step = self.restored.get("global_step", 0)
+                self.step = self.first_step = self.restored["global_step"]
                 saved["resume"] = saved_flags(self.folder).get("resume")  # what it began with
             (self.folder / "checkpoints").mkdir(exist_ok=True)
             write(self.folder / "args.json", json.dumps(saved, indent=2).encode())
@@ -409,15 +432,20 @@ class Run:
                 if "param_groups" in state:
                     state = state | {"param_groups": part.state_dict()["param_groups"]}
                 part.load_state_dict(state)
-        except (KeyError, RuntimeError) as error:
+                if isinstance(part, torch.nn.Module):
+                    check_weights(part, self.args.resume)
+            if self.resumed:
+                self.rollout, self.recent = restored["rollout"], restored["recent"]
+                self.best = copy.deepcopy(restored["best"])
+        except RunError:
+            raise
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             problem = f"it has no {error}" if isinstance(error, KeyError) else message_of(error)
             raise UsageError(
                 f"the checkpoint does not fit these flags or networks: {problem}"
             ) from error
         if not self.resumed:
             return say(f"networks of {self.args.resume}; all else begins anew")
-        self.rollout, self.recent = restored["rollout"], restored["recent"]
-        self.best = copy.deepcopy(restored["best"])
         if self.best:  # the file may be of a later rollout
             write(self.folder / "checkpoints/best.pt", self.best)
         self.saved_step = self.step
@@ -514,7 +542,10 @@ class Run:
 
     def _failed(self, kind, error, trace):
         """sys.excepthook of a run: save the learner as it was after the last rollout, and say what
-        went wrong and how to resume."""
+        went wrong and how to resume. A start that is refused leaves no folder of its own."""
+        if issubclass(kind, UsageError) and not (self.resumed or self.rollout):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            excepthook(kind, error, trace)
         if self.to_save and self.rollout:
             with contextlib.suppress(RunError):
                 self.save(self.to_save)
