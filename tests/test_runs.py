@@ -58,7 +58,8 @@ def finished(request, tmp_path_factory):
 
 
 def test_one_lucky_rollout_among_the_first_is_no_bar_for_best(tmp_path, monkeypatch):
-    """best.pt holds the newest networks until it has five rollouts to take a mean of."""
+    """best.pt holds the newest networks until it has enough rollouts to take a mean of."""
+    monkeypatch.setattr("training.run.BEST_WINDOW", 5)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}

@@ -74,7 +74,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 children = []  # processes of reward workers and environments: they end with this one
 
 LINE = 100  # characters per line on the console
-BEST_WINDOW = 5  # rollouts whose mean reward decides best.pt: a single one may have lucky starts
+BEST_WINDOW = 20  # rollouts whose mean reward decides best.pt: fewer may have lucky starts
 
 CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's page
     "reward per step": ["charts/clip_reward"],
