@@ -257,7 +257,7 @@ class Success(OnDataset):
                 chosen.append((self.compare, "best"))
             task, out, played = judging.play_runs(chosen, self.episodes, self.judge, self)
             judging.success(task, out, played, "judge", self.videos)
-            write_page(self.run)
+            say(f"all of the run on one page: {write_page(self.run)}")
 
 
 @dataclass
