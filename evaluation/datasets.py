@@ -196,6 +196,16 @@ def read_labels(path, dataset, task):
     return labels
 
 
+def labellers(path, dataset, task):
+    """Return who labelled frames, from the column "by" of a file of labels: {row: name, "" for a
+    person}. Raises as `label_rows` does."""
+    about = dict(zip(LABEL_COLUMNS, (dataset.path.stem, "frame", None, task)))
+    del about["index"]
+    rows = label_rows(path)[1].values()
+    rows = [row | {"dataset": row["dataset"].removesuffix(".npz")} for row in rows]
+    return {int(row["index"]): row.get("by", "") for row in rows if about.items() <= row.items()}
+
+
 def labels_of(source, dataset, task):
     """Return what `source` ("judge", "env", or a CSV file of a person's labels, which may be on
     whole episodes) says of each state: ([N] float64, NaN where nothing; {episode: bool})."""
