@@ -46,7 +46,7 @@ import clip_reward  # before torch: it bounds how long threads spin
 # isort: split
 import tyro
 from annotated_types import Interval
-from pydantic import AfterValidator, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt, StringConstraints
 from pydantic.dataclasses import dataclass
 
 import dqn_clip_classic as dqn
@@ -308,7 +308,7 @@ class Label(OnDataset):
     by: str | None = None
     """a vision-language model that answers, by its server's name for it. Its key, if it needs one,
     is read from OPENAI_API_KEY"""
-    url: str | None = None
+    url: Annotated[str, StringConstraints(pattern="^https?://[^/]")] | None = None
     """--by: the server, such as http://localhost:8000/v1; default: OpenAI's"""
     question: str | None = None
     """what to ask instead of the judge's criterion"""
@@ -332,8 +332,8 @@ class Label(OnDataset):
         elif self.likely:
             order = fit.most_likely(self.likely, data, task)
         path = Path(self.labels or data.folder / "labels.csv")
-        how = {"seed": self.seed, "by": self.by or ""}
-        session = label_page.Session(data, task, self.unit, path, self.count, order, **how)
+        session = label_page.Session(data, task, self.unit, path, self.count, order, self.seed)
+        session.by = self.by or ""
         path.parent.mkdir(parents=True, exist_ok=True)
         return session
 
@@ -342,7 +342,9 @@ class Label(OnDataset):
         if self.check:
             vlm.check(session, self.by, self.url, self.check)
         elif self.by:
-            vlm.label(session, self.by, self.url)
+            todo = [index for index in session.todo() if index not in session.answers]
+            vlm.ask(session, todo, self.by, self.url, session.answer)
+            say(f"{len(session.order) - len(session.todo())} labels are in {session.path}")
         else:
             label_page.serve(session)
 

@@ -197,13 +197,12 @@ def read_labels(path, dataset, task):
 
 
 def labellers(path, dataset, task):
-    """Return who labelled frames, from the column "by" of a file of labels: {row: name, "" for a
-    person}. Raises as `label_rows` does."""
-    about = dict(zip(LABEL_COLUMNS, (dataset.path.stem, "frame", None, task)))
-    del about["index"]
-    rows = label_rows(path)[1].values()
-    rows = [row | {"dataset": row["dataset"].removesuffix(".npz")} for row in rows]
-    return {int(row["index"]): row.get("by", "") for row in rows if about.items() <= row.items()}
+    """Return who labelled frames in a file of labels: {row: its "by"}, "" for a person."""
+    whose = {"frame": {}}
+    for row in label_rows(path)[1].values():
+        if (row["dataset"].removesuffix(".npz"), row["task"]) == (dataset.path.stem, task):
+            whose.setdefault(row["unit"], {})[int(row["index"])] = row.get("by", "")
+    return whose["frame"]
 
 
 def labels_of(source, dataset, task):

@@ -177,11 +177,8 @@ def fit(parts, model, out, judge=None):
     known = labelled[np.isfinite(logits)]
     found = interval(auc, logits[np.isfinite(logits)], known.good, known.episodes)
     say(f"{len(good)} labels in {len(np.unique(labelled.episodes))} episodes, {good.sum()} good")
-    say(
-        "labelled by "
-        + ", ".join(f"{who}: {n}" for who, n in whose.items())
-        + "; all weigh the same"
-    )
+    by = ", ".join(f"{who}: {count}" for who, count in whose.items())
+    say(f"labels by {by}; all weigh the same")
     say("AUC (95 % interval), the head's on episodes that were held out:")
     say("    {:.3f} ({:.3f} to {:.3f})  the head".format(*found))
     prompts, _ = words_for(data, task)

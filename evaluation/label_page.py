@@ -28,20 +28,17 @@ class Session:
     """The frames or episodes (`unit`) of a dataset to label, `count` or all, and the CSV file of
     answers. Their order is random and the same at every start: what is labelled so far is a fair
     sample; or it is `order`, a list of their numbers. Rows of the file on other datasets and tasks
-    are kept. `by` is the model that answers, "" for a person. Raises UsageError if the dataset has
-    no episodes, or the file does not hold labels."""
+    are kept. Raises UsageError if the dataset has no episodes, or the file does not hold labels."""
 
-    def __init__(
-        self, dataset, task, unit="frame", path=None, count=None, order=None, seed=0, by=""
-    ):
-        self.by = by
+    by = ""  # the model that answers, "" for a person
+
+    def __init__(self, dataset, task, unit="frame", path=None, count=None, order=None, seed=0):
         self.dataset, self.task, self.unit, self.path = dataset, task, unit, Path(path)
         if unit == "episode" and dataset.made.get("source") != "run":
             raise UsageError(f"{dataset.path} has single states and no episodes: --unit frame")
         units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
-        self.order = order or random.Random(f"{dataset.path.stem}{seed or ''}").sample(
-            units, len(units)
-        )
+        rng = random.Random(f"{dataset.path.stem}{seed or ''}")
+        self.order = order or rng.sample(units, len(units))
         self.order = self.order[:count]
         known = read_labels(path, dataset, task.name) if self.path.exists() else {}
         asked = set(self.order)

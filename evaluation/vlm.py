@@ -1,17 +1,18 @@
 """Ask a vision-language model instead of a person: yes, no or unsure about each frame.
 
 The server may be any that speaks OpenAI's chat completions. The key is read from OPENAI_API_KEY and
-is neither printed nor saved; a local server needs none. The client repeats what fails by 408, 409,
+is neither printed nor saved; a local server needs none. The client itself repeats what fails by
 429, 5xx, a timeout or a cut connection, and waits longer each time.
 """
 
 import asyncio
 import functools
-import json
 import os
 import re
 from collections import Counter, deque
 from contextlib import closing
+
+import numpy as np
 
 from clip_reward import RunError, UsageError, shorten
 from evaluation import figures
@@ -28,17 +29,8 @@ Pictures side by side are views of one moment. Answer with one word as JSON, {{"
 SCHEMA = {"type": "object", "required": ["answer"], "additionalProperties": False}
 SCHEMA["properties"] = {"answer": {"type": "string", "enum": list(ANSWERS)}}
 STRUCTURED = {"name": "answer", "strict": True, "schema": SCHEMA}
-
-
-def parse(text):
-    """Return the answer in a model's text: True, False, or None for unsure. It is the JSON that was
-    asked for, or one word, after any <think> block. Raises ValueError for anything else."""
-    bare = re.sub(r"(?s)^\s*<think>.*?</think>|```(?:json)?", "", text).strip()
-    try:
-        word = json.loads(bare)["answer"] if bare.startswith("{") else bare
-        return ANSWERS[word.strip(" \n.\"'*").lower()]
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        raise ValueError(f"neither yes, no nor unsure, but {shorten(text, 80)!r}") from None
+# the JSON that was asked for, or the word alone, after what a reasoning model has thought
+ANSWER = r"(?is)(\s*<think>.*</think>)?\W*(json)?\W*(answer\b\W*)?(?P<word>yes|no|unsure)\W*"
 
 
 def ask(session, indices, model, url, use):
@@ -50,23 +42,20 @@ def ask(session, indices, model, url, use):
     except ImportError as error:
         raise UsageError("--by needs the openai client: pip install .[vlm]") from error
     key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
-    if not (key.isascii() and key.isprintable()):
-        raise UsageError("OPENAI_API_KEY is no key: it has characters that no key has")
-    if url and not re.match(r"https?://[^/]", url):
-        raise UsageError(f"--url {url}: type a URL such as http://localhost:8000/v1")
-    settings = {"temperature": 0}
-    settings["response_format"] = {"type": "json_schema", "json_schema": STRUCTURED}
-    question = QUESTION.format(session.task.name, session.task.criterion)
+    structured = {"type": "json_schema", "json_schema": STRUCTURED}
+    settings = {"temperature": 0, "response_format": structured}
+    question = {"type": "text"}
+    question["text"] = QUESTION.format(session.task.name, session.task.criterion)
     tally, answers = Counter(), Counter()
 
     async def count(request):
         tally["calls"] += 1
 
     async def answer(client, picture):
-        image = {"type": "image_url", "image_url": {"url": picture}}
-        content = [image, {"type": "text", "text": question}]
-        create = functools.partial(client.chat.completions.create, model=model)
-        create = functools.partial(create, messages=[{"role": "user", "content": content}])
+        text = "no chat completion"
+        content = [{"type": "image_url", "image_url": {"url": picture}}, question]
+        messages = [{"role": "user", "content": content}]
+        create = functools.partial(client.chat.completions.create, model=model, messages=messages)
         try:
             try:
                 reply = await create(**settings)
@@ -74,11 +63,12 @@ def ask(session, indices, model, url, use):
                 reply = await create()  # a server without structured output, perhaps
                 settings.clear()
             tally["tokens"] += reply.usage.total_tokens if reply.usage else 0
-            found = parse(reply.choices[0].message.content)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            text = reply.choices[0].message.content
+            found = ANSWERS[re.fullmatch(ANSWER, text)["word"].lower()]
+        except (AttributeError, LookupError, TypeError, ValueError):  # of any other body or text
             tally["unreadable"] += 1
             if tally["unreadable"] == AT_ONCE and not tally["read"]:
-                raise openai.OpenAIError(f"the first answers are {error}") from None
+                raise openai.OpenAIError(f"no answer is yes, no or unsure, but {text!r}") from None
             return None
         tally["read"] += 1
         return found
@@ -93,13 +83,11 @@ def ask(session, indices, model, url, use):
                     index, task = asked.popleft()
                     answers.update([found := await task])
                     use(index, found)
-                    if answers.total() % 20 == 0 or answers.total() == len(indices):
+                    if (done := answers.total()) % 20 == 0 or done == len(indices):
                         counts = ", ".join(f"{answers[ANSWERS[word]]} {word}" for word in ANSWERS)
-                        bad = (
-                            f" ({tally['unreadable']} not readable)" if tally["unreadable"] else ""
-                        )
-                        say(f"{answers.total()} of {len(indices)}: {counts}{bad}; "
-                            f"{tally['calls']} calls, {tally['tokens']} tokens")  # fmt: skip
+                        used = "{unreadable} not readable; {calls} calls, {tokens} tokens"
+                        used = used.format_map(Counter(tally))
+                        say(f"{done} of {len(indices)}: {counts}, of which {used}")
                 if k < len(indices):
                     picture = session.data_url(indices[k], draw)
                     asked.append((indices[k], asyncio.create_task(answer(client, picture))))
@@ -112,14 +100,6 @@ def ask(session, indices, model, url, use):
             problem = " ".join(f"{error} {error.__cause__ or ''}".replace(key, "***").split())
             again = "the same command goes on where this one stopped"
             raise RunError(f"--by {model}: {shorten(problem, 200)} ({again})") from None
-
-
-def label(session, model, url):
-    """Save the answers of a model to the frames of a session that nobody has answered."""
-    todo = [index for index in session.todo() if index not in session.answers]
-    ask(session, todo, model, url, session.answer)
-    labelled = len(session.order) - len(session.todo())
-    say(f"{labelled} of {len(session.order)} labelled, in {session.path}")
 
 
 def check(session, model, url, count):
@@ -136,14 +116,15 @@ def check(session, model, url, count):
     rows, given = [k for k in session.order if k in truth][:count], {}
     ask(session, rows, model, url, given.__setitem__)
     table = Counter((truth[k], given[k]) for k in rows)
-    same, sure = table[True, True] + table[False, False], sum(x is not None for x in given.values())
-    say(f"{model} against {source}, {len(rows)} frames:", "            yes   no  unsure")
+    same, sure = table[True, True] + table[False, False], sum(given[k] is not None for k in rows)
+    say(f"{model} against {source}, {len(rows)} frames:")
     for name, good in ("good", True), ("not good", False):
-        say(f"  {name:8}" + "".join(f"{table[good, ANSWERS[word]]:5}" for word in ANSWERS))
+        counts = ", ".join(f"{table[good, ANSWERS[word]]} {word}" for word in ANSWERS)
+        say(f"    {name}: {counts}")
     if sure:
-        low, high = binomtest(same, sure).proportion_ci(method="wilson")
-        share = f"{100 * same / sure:.0f} % (95 % interval {100 * low:.0f} to {100 * high:.0f} %)"
-        say(f"agreement {share} of {sure} answers")
+        low, high = 100 * np.array(binomtest(same, sure).proportion_ci(method="wilson"))
+        share = f"{100 * same / sure:.0f} % (95 % interval {low:.0f} to {high:.0f} %)"
+        say(f"agreement {share} of the {sure} answers that are not unsure")
     if wrong := [k for k in rows if given[k] not in (truth[k], None)]:
         with closing(make_scorer(data.args)) as scorer:
             frames = scorer.render(data.states[wrong], 120)
