@@ -65,10 +65,12 @@ def ask(session, indices, model, url, use):
             tally["tokens"] += reply.usage.total_tokens if reply.usage else 0
             text = reply.choices[0].message.content
             found = ANSWERS[re.fullmatch(ANSWER, text)["word"].lower()]
+        except openai.OpenAIError as error:  # asyncio would log one that nobody awaits
+            return error
         except (AttributeError, LookupError, TypeError, ValueError):  # of any other body or text
             tally["unreadable"] += 1
             if tally["unreadable"] == AT_ONCE and not tally["read"]:
-                raise openai.OpenAIError(f"no answer is yes, no or unsure, but {text!r}") from None
+                return openai.OpenAIError(f"no answer is yes, no or unsure, but {text!r}")
             return None
         tally["read"] += 1
         return found
@@ -81,7 +83,9 @@ def ask(session, indices, model, url, use):
             for k in range(len(indices) + AT_ONCE):  # the last AT_ONCE times nothing new is asked
                 if k >= AT_ONCE and asked:
                     index, task = asked.popleft()
-                    answers.update([found := await task])
+                    if isinstance(found := await task, Exception):
+                        raise found
+                    answers[found] += 1
                     use(index, found)
                     if (done := answers.total()) % 20 == 0 or done == len(indices):
                         counts = ", ".join(f"{answers[ANSWERS[word]]} {word}" for word in ANSWERS)
