@@ -3,6 +3,7 @@
 import functools
 import math
 import warnings
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from threadpoolctl import threadpool_limits
 from clip_reward import CLIPReward, UsageError
 from evaluation import figures
 from evaluation.compare import training_command, words_for
-from evaluation.datasets import labels_of
+from evaluation.datasets import labellers, labels_of
 from evaluation.metrics import auc, interval
 from evaluation.rewards import HeadModel, embed
 from evaluation.runs import make_scorer
@@ -147,7 +148,7 @@ def fit(parts, model, out, judge=None):
         raise UsageError(f"--out {out} exists already; choose another name")
     data, task, _ = parts[0]
     flags = {name: vars(data.args)[name] for name in FLAGS} | {"clip_model": model.clip_model}
-    states, names, truth, episodes = [], [], [], []
+    states, names, truth, episodes, whose = [], [], [], [], Counter()
     for part, about, labels in parts:
         for name in FLAGS[1:]:  # all but the model
             if vars(part.args)[name] != flags[name]:
@@ -156,6 +157,8 @@ def fit(parts, model, out, judge=None):
         rows = np.flatnonzero(np.isfinite(values))
         states.append(part.states[rows])
         truth.append(values[rows])
+        known = labellers(labels, part, about.name) if labels not in ("judge", "env") else {}
+        whose.update((known.get(row, labels) or "a person") for row in rows.tolist())
         names += [f"{part.path.stem} {row}" for row in rows]  # as in the file of labels
         episodes += [f"{part.path} {episode}" for episode in part.episode[rows]]
     states, truth = np.concatenate(states), np.concatenate(truth)
@@ -174,6 +177,8 @@ def fit(parts, model, out, judge=None):
     known = labelled[np.isfinite(logits)]
     found = interval(auc, logits[np.isfinite(logits)], known.good, known.episodes)
     say(f"{len(good)} labels in {len(np.unique(labelled.episodes))} episodes, {good.sum()} good")
+    by = ", ".join(f"{who}: {count}" for who, count in whose.items())
+    say(f"labels by {by}; all weigh the same")
     say("AUC (95 % interval), the head's on episodes that were held out:")
     say("    {:.3f} ({:.3f} to {:.3f})  the head".format(*found))
     prompts, _ = words_for(data, task)

@@ -30,12 +30,15 @@ class Session:
     sample; or it is `order`, a list of their numbers. Rows of the file on other datasets and tasks
     are kept. Raises UsageError if the dataset has no episodes, or the file does not hold labels."""
 
-    def __init__(self, dataset, task, unit="frame", path=None, count=None, order=None):
+    by = ""  # the model that answers, "" for a person
+
+    def __init__(self, dataset, task, unit="frame", path=None, count=None, order=None, seed=0):
         self.dataset, self.task, self.unit, self.path = dataset, task, unit, Path(path)
         if unit == "episode" and dataset.made.get("source") != "run":
             raise UsageError(f"{dataset.path} has single states and no episodes: --unit frame")
         units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
-        self.order = order or random.Random(dataset.path.stem).sample(units, len(units))
+        rng = random.Random(f"{dataset.path.stem}{seed or ''}")
+        self.order = order or rng.sample(units, len(units))
         self.order = self.order[:count]
         known = read_labels(path, dataset, task.name) if self.path.exists() else {}
         asked = set(self.order)
@@ -70,18 +73,26 @@ class Session:
         columns, rows = label_rows(self.path) if self.path.exists() else (LABEL_COLUMNS, {})
         values = (self.dataset.path.stem, self.unit, str(index), self.task.name)
         ours = dict(zip(LABEL_COLUMNS, values))
-        rows = [row for row in rows.values() if ours.items() - row.items()]
-        rows += [] if label is None else [ours | {"label": int(label)}]
+        there = [row for row in rows.values() if not ours.items() - row.items()]
+        if self.by and there:  # somebody answered meanwhile
+            return
+        columns = [*columns, "by"] if self.by and "by" not in columns else columns
+        rows = [row for row in rows.values() if row not in there]
+        rows += [] if label is None else [ours | {"label": int(label), "by": self.by}]
         write_csv(self.path, columns, rows)
 
-    def image(self, index, render):
-        """Return HTML of a frame as PNG or of an episode as looping WebP, ten frames a second."""
+    def data_url(self, index, render):
+        """Return as data: URL a frame (PNG) or an episode (looping WebP, ten frames a second)."""
         rows = [index] if self.unit == "frame" else self.dataset.rows(index)
         first, *others = map(Image.fromarray, render(self.dataset.states[rows]))
         file, kind = io.BytesIO(), "png" if self.unit == "frame" else "webp"
         first.save(file, kind, save_all=True, append_images=others, duration=100, loop=0, method=0)
         data = base64.b64encode(file.getvalue()).decode()
-        return f'<img data-index={index} src="data:image/{kind};base64,{data}">'
+        return f"data:image/{kind};base64,{data}"
+
+    def image(self, index, render):
+        """Return HTML of a frame or episode."""
+        return f'<img data-index={index} src="{self.data_url(index, render)}">'
 
 
 CSS = """
