@@ -2,6 +2,8 @@
 
 import functools
 import math
+import os
+import shlex
 import warnings
 from collections import Counter
 from contextlib import closing
@@ -17,9 +19,9 @@ from evaluation.compare import training_command, words_for
 from evaluation.datasets import labellers, labels_of
 from evaluation.metrics import auc, interval
 from evaluation.rewards import HeadModel, embed
-from evaluation.runs import make_scorer
+from evaluation.runs import make_scorer, script_of
 from reward_head import FLAGS, Head, load_head
-from training.run import say, write
+from training.run import checkpoints, say, write
 
 STRENGTHS = 10.0 ** np.arange(-1, 4)  # C of the logistic regression, from weak fits to strong
 SIZES = 25, 50, 100, 200  # numbers of labels of the learning curve
@@ -205,7 +207,14 @@ def fit(parts, model, out, judge=None):
     say(f"wrote {out}, and its worst errors: {sheet} (green: labelled good)")
     wanted = {"reward_head": str(out), "clip_model": model.clip_model, "judge": judge}
     wanted |= {"target_prompt": (), "baseline_prompt": ()}
-    say("train with it:", f"    {training_command(data.args, wanted)}")
+    command = training_command(data.args, wanted)
+    for part, *_ in parts:  # the second round goes on from the policy of the first
+        newest = list(checkpoints(part.made.get("run") or "nowhere").values())[:1]
+        if part.args.reward_head and newest:
+            script = os.path.relpath(script_of(part.args).__file__)
+            words = ["python", script, "--resume", str(newest[0]), "--reward-head", str(out)]
+            command = shlex.join(words + (["--judge", judge] if judge else []))
+    say("train with it:", f"    {command}")
 
 
 def least_sure(path, data):
