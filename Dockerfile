@@ -23,7 +23,7 @@ RUN useradd --uid 1000 --create-home trainer && install -d -o 1000 -g 1000 /app 
 # The environment is /usr/local itself: KubeRay's login shells reset PATH.
 RUN python3 -m venv /usr/local
 COPY requirements*.txt /tmp/
-RUN sed -i '/^# development/,$d' /tmp/requirements-dev.txt && \
+RUN sed -i '/^# labelling/,$d' /tmp/requirements-dev.txt && \
     pip install --no-cache-dir -r /tmp/requirements-dev.txt
 # Downloaded weights, on the volume.
 ENV HF_HOME=/data/huggingface

@@ -12,7 +12,6 @@ mujoco reads MUJOCO_GL when it is imported, so this module imports it inside fun
 """
 
 import contextlib
-import copy
 import ctypes.util
 import functools
 import importlib.util
@@ -275,98 +274,6 @@ def looks_that_differ(model: "mujoco.MjModel", other: "mujoco.MjModel") -> str:
     """Name in what two models look different, "" if they do not."""
     one, two = look_of(model), look_of(other)
     return ", ".join(name for name in one if not np.array_equal(one[name], two[name]))
-
-
-def moved_in_data(model: "mujoco.MjModel", data: "mujoco.MjData") -> str:
-    """Name what in `data` is not at its place in its body, "geoms" or "sites", "" for nothing."""
-    for kind in "geom", "site":
-        body, place_in_it = getattr(model, f"{kind}_bodyid"), getattr(model, f"{kind}_pos")
-        axes = data.xmat[body].reshape(-1, 3, 3)
-        places = data.xpos[body] + np.einsum("nij,nj->ni", axes, place_in_it)
-        if not np.allclose(places, getattr(data, f"{kind}_xpos"), atol=1e-6):
-            return f"{kind}s"
-    return ""
-
-
-def why_own_render(make: Any) -> str:
-    """Return why a task has to be drawn by its own render(), or "" if pictures can be drawn from
-    its states: nothing else may differ between two pictures.
-
-    That is tried. After three resets, a step and fifty steps the model must look as that of a new
-    environment, and the picture of the environment's own render() must be the state's, pixel for
-    pixel (only where there is OpenGL). Gymnasium's own MuJoCo tasks are not tried again.
-
-    Args:
-        make: called with no argument or with render_mode="rgb_array"; makes an environment.
-    """
-    import mujoco
-    from gymnasium.envs.mujoco import MujocoEnv
-
-    env = make()
-    task, spec = env.unwrapped, env.spec
-    if not isinstance(task, MujocoEnv):
-        return "it is no MujocoEnv of Gymnasium"
-    as_it_is = not spec.additional_wrappers and {*spec.kwargs} <= {"render_mode"}
-    if is_gymnasiums(spec) and as_it_is:
-        return ""
-    renderer = getattr(task, "mujoco_renderer", None)
-    if not renderer:
-        return "it does not draw by Gymnasium's MujocoRenderer"
-    size = renderer.height, renderer.width
-    if size[0] != size[1]:
-        return "its pictures are not square"
-    new = copy.copy(task.model)
-    with contextlib.suppress(Exception):  # no OpenGL, or a task that cannot draw itself
-        gl_renderer()
-        if "rgb_array" in env.metadata["render_modes"]:
-            env.close()
-            env = make(render_mode="rgb_array")
-    task, seen = env.unwrapped, []
-    env.action_space.seed(0)
-    for seed, steps in enumerate((0, 1, 50)):
-        env.reset(seed=seed)
-        for _ in range(steps):
-            env.step(env.action_space.sample())
-        model, data = task.model, task.data
-        if changed := looks_that_differ(model, new):
-            return f"its model changes ({changed})"
-        if moved := moved_in_data(model, data):
-            return f"it moves {moved} in its data"
-        mujoco.mj_forward(model, data)  # a step leaves the places before it
-        if env.render_mode:
-            env.render()  # where MuJoCo centres an endless plane depends on the picture before
-            picture, viewer = env.render(), task.mujoco_renderer.viewer
-            if viewer is None:
-                return "it does not draw by Gymnasium's MujocoRenderer"
-            if picture.shape != (*size, 3):
-                return "its render() gives another size than its renderer"
-            seen.append((state_of(data), picture, copy.copy(viewer.cam)))
-            limit = viewer.scn.maxgeom
-    env.close()
-    if not seen:
-        return ""
-    own = env_camera(env)
-    angles = own.distance, own.azimuth, own.elevation
-    first_lookat = seen[0][-1].lookat
-    for *_, camera in seen:
-        if camera.type == mujoco.mjtCamera.mjCAMERA_FIXED:
-            as_configured = camera.fixedcamid == own.fixed_id
-        else:
-            shown = camera.distance, camera.azimuth, camera.elevation
-            as_configured = own.fixed_id < 0 and shown == angles
-        if not as_configured:
-            return "its render() sets the camera"
-        if (camera.lookat != first_lookat).any():
-            return "its render() moves the camera"
-    data = mujoco.MjData(model)
-    with mujoco.Renderer(model, *size, max_geom=limit) as renderer:
-        for state, picture, camera in seen:
-            place(model, data, [part[0] for part in parts_of(state[None], model)])
-            for _ in range(2):  # as above
-                renderer.update_scene(data, camera)
-            if not np.array_equal(renderer.render(), picture):
-                return "its render() shows more than its state"
-    return ""
 
 
 def views_of(size: int, camera: Camera | list[Camera]) -> tuple[list[Camera], tuple[int, ...]]:

@@ -16,6 +16,7 @@ rejects, and a page for labelling by key press; results go to data/kneeling/:
         --clip-model RN50/openai ViT-L-14/openai ViT-bigG-14/laion2b_s39b_b160k
     python eval_epic.py sheet --dataset data/poses.npz
     python eval_epic.py label data/kneeling.npz
+    python eval_epic.py label data/kneeling.npz --by Qwen/Qwen3-VL-8B-Instruct --url http://localhost:8000/v1
     python eval_epic.py epic --dataset data/kneeling.npz --labels data/kneeling/labels.csv
 
 A reward from these labels, to train with by --reward-head, and what to label next:
@@ -33,7 +34,7 @@ Success rate of a policy by a task's judge, by your own, or by a person; a run's
 
 import signal
 import sys
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,7 +46,7 @@ import clip_reward  # before torch: it bounds how long threads spin
 # isort: split
 import tyro
 from annotated_types import Interval
-from pydantic import AfterValidator, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt, StringConstraints
 from pydantic.dataclasses import dataclass
 
 import dqn_clip_classic as dqn
@@ -53,7 +54,7 @@ import egl_render
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from environments import classic, judges
-from evaluation import compare, datasets, fit, judging, label_page
+from evaluation import compare, datasets, fit, judging, label_page, vlm
 from evaluation.page import write_page
 from evaluation.rewards import HeadModel, Rewards
 from evaluation.rewards import Prompts as PromptRewards
@@ -80,7 +81,8 @@ class Pictures(egl_render.RenderArgs):
 
 def args_of(env_id):
     """Return the Args of the script that has this task."""
-    return (dqn if env_id in dqn.TASKS else sac).Args(env_id=env_id)
+    discrete = env_id in ("CartPole-v1", "MountainCar-v0")
+    return (dqn if discrete else sac).Args(env_id=env_id)
 
 
 @dataclass(kw_only=True)
@@ -256,7 +258,7 @@ class Success(OnDataset):
                 chosen.append((self.compare, "best"))
             task, out, played = judging.play_runs(chosen, self.episodes, self.judge, self)
             judging.success(task, out, played, "judge", self.videos)
-            write_page(self.run)
+            say(f"all of the run on one page: {write_page(self.run)}")
 
 
 @dataclass
@@ -287,7 +289,7 @@ class Landscape:
 
 @dataclass
 class Label(OnDataset):
-    """Label a dataset by hand on a local web page, until Ctrl-C."""
+    """Label a dataset by hand on a local web page, until Ctrl-C, or let a model do it (--by)."""
 
     dataset: tyro.conf.Positional[Path]
     """a file made by collect"""
@@ -302,22 +304,49 @@ class Label(OnDataset):
     likely: str | None = None
     """a model, such as tiny_clip: ask first for the frames that it scores highest by the
     task's words, instead; for poses that are rare in the dataset"""
+    seed: NonNegativeInt = 0
+    """seed of the random order"""
+    by: str | None = None
+    """a vision-language model that answers, by its server's name for it. Its key, if it needs one,
+    is read from OPENAI_API_KEY"""
+    url: Annotated[str, StringConstraints(pattern="^https?://[^/]")] | None = None
+    """--by: the server, such as http://localhost:8000/v1; default: OpenAI's"""
+    question: str | None = None
+    """what to ask instead of the judge's criterion"""
+    check: PositiveInt | None = None
+    """--by: save no labels, but compare the answers to so many frames with a person's labels in the
+    file, or else with the judge"""
 
     def session(self):
         """Return the label_page.Session."""
         if (self.uncertain or self.likely) and self.unit == "episode":
             raise UsageError("--uncertain and --likely are about frames, not --unit episode")
+        if self.by and self.unit == "episode":
+            raise UsageError("--by is about frames, not --unit episode")
+        if not self.by and (self.url or self.check):
+            raise UsageError("--url and --check need --by MODEL")
         data, task = self.load()
+        task = replace(task, criterion=self.question or task.criterion)
         order = None
         if self.uncertain:
             order = fit.least_sure(self.uncertain, data)
         elif self.likely:
             order = fit.most_likely(self.likely, data, task)
         path = Path(self.labels or data.folder / "labels.csv")
-        return label_page.Session(data, task, self.unit, path, self.count, order)
+        session = label_page.Session(data, task, self.unit, path, self.count, order, self.seed)
+        session.by = self.by or ""
+        return session
 
     def __call__(self):
-        label_page.serve(self.session())
+        session = self.session()
+        if self.check:
+            vlm.check(session, self.by, self.url, self.check)
+        elif self.by:
+            todo = [index for index in session.todo() if index not in session.answers]
+            vlm.ask(session, todo, self.by, self.url, session.answer)
+            say(f"{len(session.order) - len(session.todo())} labels are in {session.path}")
+        else:
+            label_page.serve(session)
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ class Args(eval_epic.Label):
     errors: float = 0.05
     """share of wrong answers"""
     seed: int = 0
-    """seed of the errors"""
+    """seed of the order and of the errors"""
 
 
 def main(args: Args):

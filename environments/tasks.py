@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 import egl_render
 from clip_reward import RunError, UsageError, message_of, one_line, scored_steps
-from environments import classic
+from environments import classic, own_render
 from training.run import children, stop_signals_blocked
 from training.workers import TIMEOUT, failure
 from warp_render import WarpRenderer
@@ -64,7 +64,7 @@ def why_own_render(env_id: str) -> str:
     egl_render.setup_gl()  # before mujoco is imported
     egl_render.quiet_mujoco()
     with errors_of_task(env_id):
-        return egl_render.why_own_render(functools.partial(make_task, env_id))
+        return own_render.why_own_render(functools.partial(make_task, env_id))
 
 
 def how_drawn(env_id: str) -> str:

@@ -204,6 +204,15 @@ def read_labels(path, dataset, task):
     return labels
 
 
+def labellers(path, dataset, task):
+    """Return who labelled frames in a file of labels: {row: its "by"}, "" for a person."""
+    whose = {"frame": {}}
+    for row in label_rows(path)[1].values():
+        if (row["dataset"].removesuffix(".npz"), row["task"]) == (dataset.path.stem, task):
+            whose.setdefault(row["unit"], {})[int(row["index"])] = row.get("by", "")
+    return whose["frame"]
+
+
 def labels_of(source, dataset, task):
     """Return what `source` ("judge", "env", or a CSV file of a person's labels, which may be on
     whole episodes) says of each state: ([N] float64, NaN where nothing; {episode: bool})."""

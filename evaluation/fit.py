@@ -2,7 +2,10 @@
 
 import functools
 import math
+import os
+import shlex
 import warnings
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 
@@ -13,12 +16,12 @@ from threadpoolctl import threadpool_limits
 from clip_reward import CLIPReward, UsageError
 from evaluation import figures
 from evaluation.compare import training_command, words_for
-from evaluation.datasets import labels_of
+from evaluation.datasets import labellers, labels_of
 from evaluation.metrics import auc, interval
 from evaluation.rewards import HeadModel, embed
-from evaluation.runs import make_scorer
+from evaluation.runs import make_scorer, script_of
 from reward_head import FLAGS, Head, load_head
-from training.run import say, write
+from training.run import checkpoints, say, write
 
 STRENGTHS = 10.0 ** np.arange(-1, 4)  # C of the logistic regression, from weak fits to strong
 SIZES = 25, 50, 100, 200  # numbers of labels of the learning curve
@@ -149,7 +152,7 @@ def fit(parts, model, out, judge=None):
             raise UsageError(f"--out {out}: {path} exists already or is the head's; rename --out")
     data, task, _ = parts[0]
     flags = {name: vars(data.args)[name] for name in FLAGS} | {"clip_model": model.clip_model}
-    states, names, truth, episodes = [], [], [], []
+    states, names, truth, episodes, whose = [], [], [], [], Counter()
     for part, about, labels in parts:
         for name in FLAGS[1:]:  # all but the model
             if vars(part.args)[name] != flags[name]:
@@ -158,6 +161,8 @@ def fit(parts, model, out, judge=None):
         rows = np.flatnonzero(np.isfinite(values))
         states.append(part.states[rows])
         truth.append(values[rows])
+        known = labellers(labels, part, about.name) if labels not in ("judge", "env") else {}
+        whose.update((known.get(row, labels) or "a person") for row in rows.tolist())
         names += [f"{part.path.stem} {row}" for row in rows]  # as in the file of labels
         episodes += [f"{part.path} {episode}" for episode in part.episode[rows]]
     states, truth = np.concatenate(states), np.concatenate(truth)
@@ -176,6 +181,8 @@ def fit(parts, model, out, judge=None):
     known = labelled[np.isfinite(logits)]
     found = interval(auc, logits[np.isfinite(logits)], known.good, known.episodes)
     say(f"{len(good)} labels in {len(np.unique(labelled.episodes))} episodes, {good.sum()} good")
+    by = ", ".join(f"{who}: {count}" for who, count in whose.items())
+    say(f"labels by {by}; all weigh the same")
     say("AUC (95 % interval), the head's on episodes that were held out:")
     say("    {:.3f} ({:.3f} to {:.3f})  the head".format(*found))
     prompts, _ = words_for(data, task)
@@ -201,7 +208,14 @@ def fit(parts, model, out, judge=None):
     say(f"wrote {out}, and its worst errors: {sheet} (green: labelled good)")
     wanted = {"reward_head": str(out), "clip_model": model.clip_model, "judge": judge}
     wanted |= {"target_prompt": (), "baseline_prompt": ()}
-    say("train with it:", f"    {training_command(data.args, wanted)}")
+    command = training_command(data.args, wanted)
+    for part, *_ in parts:  # the second round goes on from the policy of the first
+        newest = list(checkpoints(part.made.get("run") or "nowhere").values())[:1]
+        if part.args.reward_head and newest:
+            script = os.path.relpath(script_of(part.args).__file__)
+            words = ["python", script, "--resume", str(newest[0]), "--reward-head", str(out)]
+            command = shlex.join(words + (["--judge", judge] if judge else []))
+    say("train with it:", f"    {command}")
 
 
 def least_sure(path, data):

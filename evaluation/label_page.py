@@ -52,14 +52,19 @@ class Session:
     sample; or it is `order`, a list of their numbers. Rows of the file on other datasets and tasks
     are kept. Raises UsageError if the dataset has no episodes, or the file does not hold labels."""
 
-    def __init__(self, dataset, task, unit="frame", path=None, count=None, order=None):
+    by = ""  # the model that answers, "" for a person
+
+    def __init__(self, dataset, task, unit="frame", path=None, count=None, order=None, seed=0):
         self.dataset, self.task, self.unit, self.path = dataset, task, unit, Path(path)
         if unit == "episode" and dataset.made.get("source") != "run":
             raise UsageError(f"{dataset.path} has single states and no episodes: --unit frame")
         units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
-        self.order = order or random.Random(dataset.path.stem).sample(units, len(units))
+        rng = random.Random(f"{dataset.path.stem}{seed or ''}")
+        self.order = order or rng.sample(units, len(units))
         self.order = self.order[:count]
-        known = read_labels(path, dataset, task.name) if self.path.exists() else {}
+        there = self.path.exists()
+        self.table = label_rows(path) if there else (LABEL_COLUMNS, {})  # what the file held
+        known = read_labels(path, dataset, task.name) if there else {}
         asked = set(self.order)
         # what was answered, or skipped (None), the last at the end
         self.answers = {k: label for k, label in known.get(unit, {}).items() if k in asked}
@@ -93,37 +98,36 @@ class Session:
                     self._save(last, None)
                 del self.answers[last]
 
-    def _row(self, index, label):
-        values = (self.dataset.path.stem, self.unit, str(index), self.task.name, str(int(label)))
-        return dict(zip(LABEL_COLUMNS, values))
-
     def _save(self, index, label):
-        """Save an answer, or take it back (None) -> the answer in the file: if another writer has
-        answered meanwhile, that one stays. A file that was removed is written again, with all
-        answers of this session."""
+        """Save an answer, or take it back (None) -> the answer in the file. What others answered
+        meanwhile stays, but a person's answer replaces a model's. A file that was removed meanwhile
+        is written again, with all its rows."""
         with locked(self.path.parent):
-            if self.path.exists():
-                columns, rows = label_rows(self.path)
-                there = read_labels(self.path, self.dataset, self.task.name)[self.unit]
-                if label is not None and index in there:
-                    return there[index]
-            else:
-                given = {k: known for k, known in self.answers.items() if known is not None}
-                columns, rows = LABEL_COLUMNS, {k: self._row(k, given[k]) for k in given}
-            ours = dict(list(self._row(index, 0).items())[:-1])  # all but the label
-            rows = [row for row in rows.values() if ours.items() - row.items()]
-            rows += [] if label is None else [self._row(index, label)]
+            columns, rows = label_rows(self.path) if self.path.exists() else self.table
+            values = (self.dataset.path.stem, self.unit, str(index), self.task.name)
+            ours = dict(zip(LABEL_COLUMNS, values))
+            there = [row for row in rows.values() if not ours.items() - row.items()]
+            if there and label is not None and (self.by or not there[-1].get("by")):
+                return there[-1]["label"] == "1"
+            columns = [*columns, "by"] if self.by and "by" not in columns else columns
+            rows = [row for row in rows.values() if row not in there]
+            rows += [] if label is None else [ours | {"label": str(int(label)), "by": self.by}]
             write_csv(self.path, columns, rows)
+            self.table = columns, dict(enumerate(rows))
         return label
 
-    def image(self, index, render):
-        """Return HTML of a frame as PNG or of an episode as looping WebP, ten frames a second."""
+    def data_url(self, index, render):
+        """Return as data: URL a frame (PNG) or an episode (looping WebP, ten frames a second)."""
         rows = [index] if self.unit == "frame" else self.dataset.rows(index)
         first, *others = map(Image.fromarray, render(self.dataset.states[rows]))
         file, kind = io.BytesIO(), "png" if self.unit == "frame" else "webp"
         first.save(file, kind, save_all=True, append_images=others, duration=100, loop=0, method=0)
         data = base64.b64encode(file.getvalue()).decode()
-        return f'<img data-index={index} src="data:image/{kind};base64,{data}">'
+        return f"data:image/{kind};base64,{data}"
+
+    def image(self, index, render):
+        """Return HTML of a frame or episode."""
+        return f'<img data-index={index} src="{self.data_url(index, render)}">'
 
 
 BUTTONS = {"yes": True, "no": False, "skip": None}

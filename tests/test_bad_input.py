@@ -121,7 +121,7 @@ ROWS = {
 """,
     DQN: """
 --reward-alpha 0.5                          | --baseline-prompt
---env-id CartPole-v11                       | CartPole-v1 and MountainCar-v0
+--env-id CartPole-v11                       | It provides versioned environments
 --env-id Pendulum-v1                        | sac_clip_humanoid.py
 --env-id=                                   | --env-id
 --terminate                                 | --terminate

@@ -190,9 +190,12 @@ def test_two_writers_lose_nothing_and_the_first_answer_stays(frames, tmp_path):
     path = tmp_path / "again.csv"
     person, model = (label_page.Session(data, task, "frame", path, order=[4, 5]) for _ in "12")
     person.answer(4, True)
+    model.by = "a model"
     model.answer(4, False)
     model.answer(5, False)
     assert read(path) == {4: True, 5: False} and model.answers == {4: True, 5: False}
+    person.answer(5, True)  # a person's replaces a model's
+    assert read(path) == {4: True, 5: True}
 
 
 def test_a_file_that_is_removed_meanwhile_is_written_again(frames, tmp_path):

@@ -1,5 +1,6 @@
 """What people copy: the examples and the diffs of docs/new_task.md, each run in a short form."""
 
+import importlib
 import re
 import sys
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from helpers import ROOT, TINY, only_run, run, scalars
 from PIL import Image
+
+import sac_clip_humanoid as sac
 
 sys.path.insert(0, str(ROOT / "examples"))  # as for who starts them
 SMALL = "--num-envs 2 --episode-length 12 --total-timesteps 72 --learning-starts 24 --batch-size 8"
@@ -139,6 +142,49 @@ def test_stable_baselines_learns_from_the_rewards_of_its_own_transitions():
     rewards = buffer.rewards[:400]
     apart = np.abs(rewards - scores.numpy())  # a state rounded to float32 may move a pixel
     assert np.mean(apart < 1e-5) > 0.9 and apart.max() < 0.05 < rewards.std()
+
+
+def random_play(env, episodes=100, steps=100):
+    """-> states [N, T, S] and the last success [N] of uniformly random actions."""
+    env.action_space.seed(0)
+    states, successes = [], []
+    for seed in range(episodes):
+        env.reset(seed=seed, options={"film": False})
+        infos = [env.step(env.action_space.sample())[-1] for _ in range(steps)]
+        states.append([info["states"] for info in infos])
+        successes.append(infos[-1].get("success"))
+    return np.array(states), np.array(successes)
+
+
+def test_no_judge_of_the_documents_and_examples_accepts_random_play(tmp_path, monkeypatch):
+    import new_mujoco_task as lamp
+
+    from environments import judges
+
+    plays, tried = {}, 0
+    for page in "README.md", "docs/new_task.md":
+        blocks = (ROOT / page).read_text().split("```python\n")[1:]
+        for block in blocks:
+            code, _, after = block.partition("```")
+            if "def done(" in code:
+                (tmp_path / "judge.py").write_text(code)
+                env_id = re.search(r"--env-id (\S+) --judge my_task.py:done", after)[1]
+                env = sac.make_env(sac.Args(env_id=env_id, reward="ground-truth", video_freq=0))()
+                plays[env_id] = plays.get(env_id) or random_play(env)
+                judge = judges.episode_judge(f"{tmp_path}/judge.py:done", env_id, (), None)
+                assert judge(plays[env_id][0].swapaxes(0, 1)).mean() <= 0.02, page
+                tried += 1
+    assert tried == 2
+    env = sac.make_env(sac.Args(env_id="Lamp-v0", reward="ground-truth", video_freq=0))()
+    states, _ = random_play(env)
+    assert np.mean([lamp.bent(episode).mean() >= 0.5 for episode in states]) <= 0.02
+    monkeypatch.syspath_prepend(tmp_path)
+    for number in 0, 2:  # copies with a success of their own
+        name, text = apply(DIFFS[number])
+        (tmp_path / name).write_text(text)
+        copy = importlib.import_module(name[:-3])
+        _, successes = random_play(copy.make_env(copy.Args())())
+        assert np.mean(successes.astype(float)) <= 0.02, name
 
 
 def test_every_example_is_tested():

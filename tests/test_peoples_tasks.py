@@ -15,7 +15,7 @@ import egl_render
 import sac_clip_humanoid as sac
 from clip_reward import CLIPReward, RunError, UsageError, load_clip
 from egl_render import Camera, MujocoRenderer, RenderArgs, textured_model
-from environments import tasks
+from environments import own_render, tasks
 from warp_render import WarpRenderer
 
 SIZE = 120
@@ -134,7 +134,7 @@ def test_gymnasiums_own_tasks_are_drawn_from_states_when_they_are_tried_as_well(
             env.spec.entry_point = "somewhere:else"  # is tried
             return env
 
-        assert egl_render.why_own_render(make) == ""
+        assert own_render.why_own_render(make) == ""
 
 
 @pytest.mark.parametrize("task", BY_STATE)

@@ -378,6 +378,12 @@ def test_sac_learns_from_a_head_of_three_cameras(tmp_path):
     other = [*command[2:], *few, "--camera-azimuth", 180]
     line = "was fitted with camera azimuth 120 180 240, not 180"
     assert line in act("sac_clip_humanoid.py", *other, code=2)
+    act("eval_epic.py", "collect", "--source", "run", "--run", folder, "--out", "q.npz")
+    both = ["--dataset", "p.npz", "q.npz", "--out", "h2.safetensors"]
+    command = act("eval_epic.py", "fit", *both, *labels).splitlines()[-1].split()
+    newest = folder / "checkpoints/step_48.pt"
+    assert command[2:6] == ["--resume", str(newest), "--reward-head", "h2.safetensors"]
+    act("sac_clip_humanoid.py", *command[2:])
     Path(tmp_path / "h.safetensors").unlink()  # a policy is judged without its reward
     act("eval_epic.py", "success", "--run", folder, "--episodes", 2, "--videos", 1)
     assert str(tmp_path / "h.safetensors") in (folder / "index.html").read_text()

@@ -58,7 +58,8 @@ def finished(request, tmp_path_factory):
 
 
 def test_one_lucky_rollout_among_the_first_is_no_bar_for_best(tmp_path, monkeypatch):
-    """best.pt holds the newest networks until it has five rollouts to take a mean of."""
+    """best.pt holds the newest networks until it has enough rollouts to take a mean of."""
+    monkeypatch.setattr("training.run.BEST_WINDOW", 5)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -194,7 +195,11 @@ def test_a_run_leaves_everything_that_is_promised(finished):
     assert np.stack(imageio.mimread(videos[0])).shape == (12, *shape)
     assert len(next(iter(images.values()))) == 2, "videos in TensorBoard"
     assert str(folder) in process.stdout
-    assert len(re.findall(r" clip_reward -?\d.* success_rate .* SPS \d", process.stdout)) == 4
+    line = r"^step \d.* left 0:\d\d:\d\d  (clip_reward +-?\d.* success_rate .* SPS \d+)"
+    columns = re.findall(line, process.stdout, re.M)
+    places = [[match.start() for match in re.finditer("[a-z_]+ ", text)] for text in columns]
+    assert len(places) == 4 and places == [places[0]] * 4, "the same columns"
+    assert f"\njudge it: python eval_epic.py success --run {folder}" in process.stdout
     assert all(len(line) <= 120 for line in process.stdout.splitlines() if folder.name not in line)
     assert not re.search("deprecat|error|XDG", process.stderr, re.IGNORECASE), process.stderr
 

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import copy
+import datetime
 import fcntl
 import functools
 import json
@@ -82,8 +83,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 children = []  # processes of reward workers and environments: they end with this one
 
-LINE = 100  # characters per line on the console
-BEST_WINDOW = 5  # rollouts whose mean reward decides best.pt: a single one may have lucky starts
+LINE = 110  # characters per line on the console
+BEST_WINDOW = 20  # rollouts whose mean reward decides best.pt: fewer may have lucky starts
 
 CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's page
     "reward per step": ["charts/clip_reward"],
@@ -330,6 +331,8 @@ class Run:
         self.best, self.recent = {}, []  # best.pt's content, and the latest mean rewards
         self.to_save = {}  # what a failure saves: the learner between two rollouts
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
+        self.logged, self.rollout_s = self.began, 0.0  # when, and seconds of the last rollout
+        self.judged = False  # whether something says what a success is
         try:
             start = Path(args.resume or "")  # a run's folder, or a checkpoint for a new run
             self.resumed = bool(args.resume) and not start.is_file()
@@ -462,12 +465,20 @@ class Run:
         for tag, value in scalars.items():
             if not math.isfinite(value):
                 raise RunError(f"{tag} is {value} after {self.step} steps")
-        line = f"step {self.step:,}/{self.args.total_timesteps:,}"
+        total = f"{self.args.total_timesteps:,}"
+        steps = f"step {self.step:,}/{total}".ljust(2 * len(total) + 6)
+        left = max(0, self.args.total_timesteps - self.step) / self.speed
+        line = f"{steps}  left {datetime.timedelta(seconds=round(left))}"
         for tag, value in scalars.items():
-            word = f"  {tag.removeprefix('charts/')} {value:.4g}"
+            word = (
+                f"  {tag.removeprefix('charts/')} {value:<7.4g}"  # the same columns in every line
+            )
             if tag.startswith("charts/") and len(line + word) <= LINE:
                 line += word
-        say(line)
+        say(line.rstrip())
+        self.rollout_s = time.perf_counter() - self.logged
+        self.logged = time.perf_counter()
+        self.judged = "charts/success_rate" in scalars
         with contextlib.suppress(OSError):  # of a full disk; a checkpoint will say so
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, self.step)
@@ -532,7 +543,9 @@ class Run:
             end_now(number, _)
         self.stopped = number
         with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after this rollout; Ctrl-C once more stops now\n")
+            wait = f", in about {self.rollout_s:.0f} s" if self.rollout_s else ""
+            line = f"\nstopping after this rollout{wait}; Ctrl-C once more stops now\n"
+            os.write(2, line.encode())
 
     def _how_to_resume(self):
         command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
@@ -556,6 +569,13 @@ class Run:
         with contextlib.suppress(OSError):
             self.writer.close()
         say(f"videos and checkpoints are in {self.folder}")
+        if self.judged:
+            best = (self.folder / "checkpoints/best.pt").exists()
+            words = [] if best else ["--checkpoint", str(self.step)]
+            if Path(sys.argv[0]).name not in ("sac_clip_humanoid.py", "dqn_clip_classic.py"):
+                words += ["--script", sys.argv[0]]
+            command = ["python", "eval_epic.py", "success", "--run", str(self.folder), *words]
+            say(" ".join(["judge it:", shlex.join(command), *own_code(self.args)]))
         if self.stopped and self.step < self.args.total_timesteps:
             say(f"stopped; {self._how_to_resume()}")
             sys.exit(128 + self.stopped)
