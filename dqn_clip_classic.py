@@ -234,7 +234,10 @@ def update(batch, q_network, target_network, optimizer, args: Args):
         # The end of an episode is a time limit, that is a truncation: the value of its last state
         # is bootstrapped like any other. Only --terminate makes terminations.
         targets = rewards + args.gamma * (1 - terminations) * next_values
-    values = q_network(observations).gather(1, actions[:, None]).squeeze(1)
+    values = q_network(observations)
+    # not gather: its gradient is a scatter, slow with deterministic algorithms and compiled
+    taken = actions[:, None] == torch.arange(values.shape[1], device=values.device)
+    values = (values * taken).sum(1)
     loss = F.smooth_l1_loss(values, targets)
     optimizer.zero_grad()
     loss.backward()

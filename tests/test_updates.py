@@ -286,6 +286,33 @@ def test_compiled_updates_are_the_plain_ones(script):
     torch.testing.assert_close(*networks, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("script", [sac, dqn], ids=["sac", "dqn"])
+def test_an_update_sorts_scatters_and_reads_back_nothing(script):
+    """Such operations are slow on a GPU, wait for it, or are not deterministic."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.add(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    names, args = set(), script.Args()
+    batch = [torch.randn(BATCH, OBSERVATIONS), torch.randn(BATCH, OBSERVATIONS)]
+    if script is sac:
+        space = gym.spaces.Box(-1, 1, (ACTIONS,))
+        settings = {"learner": sac.make_learner(args, OBSERVATIONS, space, torch.device("cpu"))}
+        batch += [torch.rand(BATCH, ACTIONS) * 2 - 1, torch.randn(BATCH)]
+    else:
+        space = gym.spaces.Discrete(ACTIONS)
+        settings = dqn.make_learner(args, OBSERVATIONS, space, torch.device("cpu"))
+        batch += [torch.randint(ACTIONS, (BATCH,)), torch.randn(BATCH), torch.zeros(BATCH)]
+    with Names():
+        script.update(batch, **settings, args=args)
+    assert {"addmm", "mm", "mul"} <= names
+    wrong = "scatter", "sort", "index_put", "nonzero", "unique", "_local_scalar_dense"
+    assert not [name for name in names if any(part in name for part in wrong)]
+
+
 # ------------------------------------------------------------------------------ benchmark
 
 
