@@ -532,9 +532,10 @@ class Run:
             egl_render.write_video(path, frames, fps)
             moments = frames[np.linspace(0, len(frames) - 1, 5).astype(int)]
             Image.fromarray(np.concatenate(list(moments), 1)).save(path.with_suffix(".png"))
-            thin = -(-frames.shape[1] // 400)
-            gif = frames[:, ::thin, ::thin]
-            egl_render.add_video(self.writer, "videos/rollout", gif, self.step, fps)
+            # at most a megabyte: some 25 frames of 128 pixels
+            every, thin = -(-len(frames) // 25), -(-frames.shape[1] // 128)
+            gif = frames[::every, ::thin, ::thin]
+            egl_render.add_video(self.writer, "videos/rollout", gif, self.step, fps / every)
         except Exception as error:  # whatever an encoder raises
             warn(f"{path} could not be written: {message_of(error)}; the run continues without it")
 
