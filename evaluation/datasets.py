@@ -158,8 +158,6 @@ def label_rows(path):
         text = data.decode("utf-16" if utf_16 else "utf-8-sig")
     except UnicodeDecodeError:
         text = data.decode("cp1252", "replace")  # Excel's in western Europe
-    if "\0" in text:
-        raise UsageError(f"{path}: not labels: it has NUL bytes; save it as CSV again")
     head = next(filter(str.strip, text.splitlines()), "")
     form = {"delimiter": max(",;\t", key=head.count), "skipinitialspace": True, "strict": True}
     try:
@@ -173,6 +171,8 @@ def label_rows(path):
     if any(header.count(name) != 1 for name in LABEL_COLUMNS):
         problem = f"the columns must include {wanted}, each once, not {shorten(head, 80)!r}"
         raise UsageError(f"{path}, line {line}: not labels: {problem}")
+    if "\0" in text:
+        raise UsageError(f"{path}: not labels: it has NUL bytes; save it as CSV again")
     columns = list(dict.fromkeys(header))
     rows = {line: dict.fromkeys(columns, "") | dict(zip(header, cells)) for line, cells in rows}
     for line, row in rows.items():

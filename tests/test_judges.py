@@ -268,3 +268,18 @@ def test_poses_without_words_are_told_apart(pose):
     verdicts = {name: getattr(poses_without_words, name)(states) for name in WITHOUT_WORDS}
     assert [name for name, passed in verdicts.items() if passed[0]] == [pose]
     assert not any(passed[1] for passed in verdicts.values())  # in the air
+
+
+@pytest.mark.parametrize("body", ["return 1 / 0", "raise SystemExit(3)", "exit()"])
+def test_a_judge_of_ones_own_that_fails_names_its_line(body, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(f"import sys\n\ndef good(states):\n    {body}\n")
+    task = judges.find_task(f"{path}:good", None)
+    with pytest.raises(UsageError) as caught:
+        task.judge(np.zeros((2, 4)))
+    said = str(caught.value)
+    assert said.startswith(f"--judge {path}:good failed: ") and "\n" not in said
+    assert body == "exit()" or f"mine.py, line 4: {body})" in said
+    path.write_text("import sys\nsys.exit(5)\n")
+    with pytest.raises(UsageError, match=r"SystemExit: 5 .*mine.py, line 2: sys.exit\(5\)"):
+        judges.find_task(f"{path}:good", None)

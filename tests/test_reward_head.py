@@ -24,7 +24,7 @@ from environments import judges
 from evaluation import datasets, fit
 from evaluation.metrics import auc
 from evaluation.rewards import embed
-from reward_head import Head, HeadReward, load_head, with_hash
+from reward_head import FLAGS, Head, HeadReward, load_head, with_hash
 
 PROMPT = "pole vertically upright on top of the cart"
 
@@ -387,3 +387,20 @@ def test_sac_learns_from_a_head_of_three_cameras(tmp_path):
     Path(tmp_path / "h.safetensors").unlink()  # a policy is judged without its reward
     act("eval_epic.py", "success", "--run", folder, "--episodes", 2, "--videos", 1)
     assert str(tmp_path / "h.safetensors") in (folder / "index.html").read_text()
+
+
+def test_a_head_of_another_shape_or_type_is_refused(tmp_path):
+    path, flags = tmp_path / "h.safetensors", dict.fromkeys(FLAGS, None) | {"camera_azimuth": []}
+    about = {"flags": flags, "labels": {"good": 3, "other": 4}}
+    weight, bias = torch.ones(64), torch.zeros(1)
+    path.write_bytes(Head(weight, bias, about).to_bytes())
+    load_head(str(path)).check_size(64)
+    with pytest.raises(ValueError, match="64 weights, its model and cameras 63"):
+        load_head(str(path)).check_size(63)
+    wrong = [(weight.double(), bias, about), (weight, torch.zeros(2), about)]
+    wrong += [(weight[None], bias, about), (weight * np.nan, bias, about)]
+    wrong += [(weight, bias, about | {"labels": x}) for x in ({}, None, {"good": 0, "other": "4"})]
+    for parts in wrong:
+        path.write_bytes(Head(*parts).to_bytes())
+        with pytest.raises(ValueError, match="damaged, or not made by eval_epic.py fit"):
+            load_head(str(path))
