@@ -125,7 +125,7 @@ def checkpoint_paths(run, names) -> list[Path]:
 
 def load_policy(path, args, observation_space, action_space):
     """Return (network, the step at which the checkpoint was made). Raises UsageError if it is
-    damaged or has other networks, and RunError for a NaN or infinity among its weights."""
+    damaged or has other networks, or for a NaN or infinity among its weights."""
     script, saved = script_of(args), load_checkpoint(path)
     try:
         kind = script.QNetwork if "q_network" in saved else script.Actor
@@ -133,8 +133,6 @@ def load_policy(path, args, observation_space, action_space):
         network.load_state_dict(saved["q_network" if "q_network" in saved else "actor"])
         check_weights(network, path)
         return network, int(saved["global_step"])
-    except RunError:
-        raise
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise UsageError(f"{path} is not a checkpoint of this run: {message_of(error)}") from error
 

@@ -783,7 +783,7 @@ def test_a_policy_of_nan_is_no_success_and_no_dataset(runs, tmp_path, name, key)
         out = tmp_path / "states.npz"
         collect = eval_epic.Collect(source="run", run=run, checkpoints=("best",), out=out)
         for command in (eval_epic.Success(run=run, episodes=2), collect):
-            with pytest.raises(RunError, match="best.pt: NaN or infinity in .*earlier checkpoint"):
+            with pytest.raises(UsageError, match="best.pt: NaN or .*earlier checkpoint"):
                 command()
         assert not out.exists() and not list(run.glob("success*"))
 

@@ -81,6 +81,32 @@ def test_one_lucky_rollout_among_the_first_is_no_bar_for_best(tmp_path, monkeypa
 
 
 @pytest.mark.slow
+def test_a_refused_start_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    """A checkpoint that a new run cannot begin with: other content, or networks of NaN."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    network, path = torch.nn.Linear(2, 1), tmp_path / "step_3.pt"
+    broken = {name: x * math.nan for name, x in network.state_dict().items()}
+    for actor in (broken, None, [], 7, {}, torch.ones(2)):
+        torch.save({"global_step": 3, "actor": actor}, path)
+        runs_dir = tmp_path / "runs"
+        run = Run(sac.Args(reward="ground-truth", runs_dir=str(runs_dir), resume=str(path)))
+        with pytest.raises(UsageError) as caught:
+            run.restore({"actor": network})
+        assert actor is not broken or "step_3.pt: NaN or infinity in weight" in str(caught.value)
+        assert only_run(runs_dir) == run.folder
+        run.writer.close()
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            sys.excepthook(UsageError, caught.value, None)
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and said == f"error: {caught.value}\n"
+        assert not [*runs_dir.iterdir()]
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 def test_pictures_that_reward_nothing_do_not_bind_a_resumed_run(tmp_path):
     """Ground truth: videos may begin or end when it is resumed."""
     words = [sac.__file__, *CHEETAH[sac], *TRUTH, "--runs-dir", tmp_path]

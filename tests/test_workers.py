@@ -165,6 +165,7 @@ def reward_without(error):
             *(reward_that(error=torch.OutOfMemoryError()), 1, RunError),
             "^cpu has no memory for so many frames at once; use a smaller --clip-batch-size$",
         ),
+        (reward_that(error=SystemExit(3)), 1, RunError, "in forward.*failed: SystemExit: 3$"),
         (reward_without(EOFError("truncated")), 1, RunError, "in make_nothing.*truncated"),
         (reward_without(UsageError("no weights")), 1, UsageError, "^no weights$"),
     ],

@@ -42,7 +42,7 @@ class Actor:
             if method == "load":
                 return self.scorer.look, f"{self.scorer.description}, at {socket.gethostname()}"
             return getattr(self.scorer, method)(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise workers.failure("Ray actor", error) from None
 
 

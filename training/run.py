@@ -290,10 +290,10 @@ def load_checkpoint(path):
 
 
 def check_weights(network, where):
-    """Raise RunError for a NaN or infinity among the weights of a network."""
+    """Raise UsageError for a NaN or infinity among the weights of a network."""
     for name, weights in network.state_dict().items():
         if not weights.isfinite().all():
-            raise RunError(f"{where}: NaN or infinity in {name}; use an earlier checkpoint")
+            raise UsageError(f"{where}: NaN or infinity in {name}; use an earlier checkpoint")
 
 
 def write(path, content):
@@ -440,8 +440,6 @@ class Run:
             if self.resumed:
                 self.rollout, self.recent = restored["rollout"], restored["recent"]
                 self.best = copy.deepcopy(restored["best"])
-        except RunError:
-            raise
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             problem = f"it has no {error}" if isinstance(error, KeyError) else message_of(error)
             raise UsageError(

@@ -191,5 +191,5 @@ def work(jobs, answers, make_renderer, make_reward, device):
             while launched and (method != "score" or device == "cpu" or launched[1:]):
                 number, chunk = launched.pop(0)
                 answers.send((number, scorer.finish(chunk)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         answers.send((name, failure(name, error)))
