@@ -40,7 +40,7 @@ def ask(session, indices, model, url, use):
     try:
         import openai
     except ImportError as error:
-        raise UsageError("--by needs the openai client: pip install .[vlm]") from error
+        raise UsageError("--by needs the openai client: pip install '.[vlm]'") from error
     key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
     structured = {"type": "json_schema", "json_schema": STRUCTURED}
     settings = {"temperature": 0, "response_format": structured}
