@@ -401,6 +401,7 @@ class Late:
 
     def __init__(self, means, log):
         self.means, self.log, self.at = means, log, time.monotonic() + 0.1
+        self.shape = means.shape
 
     def float(self):
         return self
