@@ -1,45 +1,64 @@
 #!/usr/bin/env bash
 # What to measure in the first half hour on a machine with GPUs, most important first:
 #
-#     benchmarks/gpu.sh [FOLDER]    # writes table.txt, results.json; per piece .txt .json .err
+#     benchmarks/gpu.sh [FOLDER]              # all of it
+#     PORTION=1 benchmarks/gpu.sh FOLDER      # what fits into 560 s; then PORTION=2, ..
+#     DRY=1 benchmarks/gpu.sh                 # list the pieces: portion, name, limit in seconds
 #
-# Without a GPU (or with DEVICE=cpu) the same pieces run in a small form. PIECES="clip run_egl" runs
-# only these. On a GPU every piece has a limit in seconds; the whole has one everywhere (BUDGET). A
-# piece that fails or takes too long is named in the table and makes the exit code 1, but does not
-# stop the others.
+# FOLDER gets summary.txt (a line for each piece), table.txt, results.json, all of them new after every piece and with
+# the pieces of earlier calls, and at the end results.tar.gz with everything. ONLY=clip,run_egl runs these pieces,
+# FROM=clip that one and what follows. Without a GPU (or with DEVICE=cpu) the pieces run in a small form. A piece that
+# fails or takes longer than its limit makes the exit code 1, but does not stop the others.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${1:-gpu_results}
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 DEVICE=${DEVICE:-$([ "${GPUS:-0}" -gt 0 ] && echo cuda:0 || echo cpu)}
-BUDGET=${BUDGET:-1700}
-mkdir -p "$OUT"
-OUT=$(cd "$OUT" && pwd)
-rm -f "$OUT"/*.{json,txt,err}
-MODELS=$(mktemp -d)
-trap 'rm -rf "$MODELS"' EXIT
-SECONDS=0
-FAILED=0
+NAMES=() FAILED=0 REACHED=${FROM:+no} IN=1 FILLED=0 SECONDS=0
+if [ -z "${DRY-}" ]; then
+    mkdir -p "$OUT"
+    OUT=$(cd "$OUT" && pwd)
+fi
 
 piece() { # NAME LIMIT ARGUMENTS...: run Python, at most LIMIT seconds, and add it to the table
-    local name=$1 limit=$2 began=$SECONDS code=124
-    [[ " ${PIECES:-$name} " == *" $name "* ]] || return 0
+    local name=$1 limit=$2 began=$SECONDS code
     shift 2
-    [ "$DEVICE" = cpu ] && limit=$BUDGET # a CPU's speed is not known
-    [ "$limit" -gt $((BUDGET - SECONDS)) ] && limit=$((BUDGET - SECONDS))
-    if [ "$limit" -gt 5 ]; then
-        # KILL, to the whole group: a training script takes TERM as "finish this rollout"
-        timeout -s KILL "$limit" "$PYTHON" "$@" >"$OUT/$name.txt" 2>"$OUT/$name.err"
-        code=$?
-    fi
+    NAMES+=("$name")
+    [ $((FILLED += limit)) -le 560 ] || { IN=$((IN + 1)) FILLED=$limit; }
+    [ "$name" != "${FROM-}" ] || REACHED=yes
+    [ "$REACHED" != no ] && [ "${PORTION:-$IN}" = $IN ] && [[ ",${ONLY:-$name}," == *",$name,"* ]] || return 0
+    [ -z "${DRY-}" ] || { echo "$IN $name $limit" && return; }
+    rm -f "$OUT/$name".{txt,json,err}
+    [ "$DEVICE" = cpu ] && limit=1700 # a CPU's speed is not known
+    # KILL, to the whole group: a training script takes TERM as "finish this rollout"
+    timeout -s KILL "$limit" "$PYTHON" "$@" >"$OUT/$name.out" 2>"$OUT/$name.err"
+    code=$?
+    [ $code = 0 ] || FAILED=1
     {
         echo "== $name ($((SECONDS - began)) s): $*"
-        cat "$OUT/$name.txt" 2>/dev/null
-        [ $code = 0 ] || echo "INCOMPLETE: $name, exit code $code (124, 137: time limit); see $OUT/$name.err"
+        cat "$OUT/$name.out"
+        [ $code = 0 ] || echo "INCOMPLETE: $name, exit code $code (137: time limit); see $OUT/$name.err"
         echo
-    } | tee -a "$OUT/table.txt"
-    [ $code = 0 ] || FAILED=1
+    } | tee "$OUT/$name.txt"
+    rm "$OUT/$name.out"
+    results
+}
+
+results() { # of all pieces so far, in the order of this file
+    "$PYTHON" - "$OUT" "${NAMES[@]}" <<'END' || true
+import json, sys
+from pathlib import Path
+folder, tables = Path(sys.argv[1]), {}
+for name in sys.argv[2:]:
+    if (path := folder / f"{name}.txt").exists():
+        tables[name] = path.read_text()
+(folder / "table.txt").write_text("".join(tables.values()))
+lines = [text.splitlines() for text in tables.values()]  # the first, and the last but the empty one
+(folder / "summary.txt").write_text("".join(f"{x[0].split(':')[0]}: {x[-2]}"[:149] + "\n" for x in lines))
+found = {name: json.loads(path.read_text()) for name in tables if (path := folder / f"{name}.json").exists()}
+(folder / "results.json").write_text(json.dumps(found, indent=1))
+END
 }
 
 pipeline() { # NAME LIMIT ARGUMENTS...
@@ -50,70 +69,83 @@ repeat() { # N: the device, N times
     for ((i = 0; i < $1; i++)); do printf '%s ' "$DEVICE"; done
 }
 
+MANY=() devices=("$DEVICE")
 if [ "$DEVICE" = cpu ]; then
-    echo "no GPU: small forms on the CPU, whose times say nothing about a GPU" | tee "$OUT/table.txt"
-    MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 MANY=() PRECISIONS="fp32 fp16" STATES=2
-    TESTS=(-k embeddings) RENDERERS=(warp)
+    echo "no GPU: small forms on the CPU, whose times say nothing about a GPU"
+    MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 PRECISIONS="fp32 fp16" STATES=2 ROWS="plain"
+    TESTS=embeddings RENDERERS=(warp) STEPS=48
     small=(--num-envs 2 --episode-length 8 --gradient-steps 2 --rollouts 1 --states-per-worker 4)
     small+=(--clip-batch-size 4) overlap=("${small[@]}")
+    learn=(--num-envs 2 --episode-length 12 --learning-starts 24 --gradient-steps 2)
 else
-    MODEL=$MODELS/ViT-bigG-14 SIZE=480 BATCHES="64 128 256" WORKERS=4 PRECISIONS="fp32 fp16" STATES=8
-    TESTS=() RENDERERS=(egl warp)
-    small=(--rollouts 3) overlap=(--rollouts 2)
-    MANY=() && for n in 2 4 8; do [ "$GPUS" -ge "$n" ] && MANY+=("$n"); done
+    MODEL=${TMPDIR:-/tmp}/random_ViT-bigG-14 SIZE=480 BATCHES="16 64 256" WORKERS=4 PRECISIONS="fp32 fp16 bf16" STATES=8
+    ROWS="plain compiled sb3" TESTS=cuda RENDERERS=(warp egl) STEPS=40000
+    small=(--rollouts 3) overlap=(--rollouts 2) learn=()
+    for n in 2 4 8; do [ "$GPUS" -lt "$n" ] || MANY+=("$n"); done
     mapfile -t devices < <(seq -f 'cuda:%.0f' 0 $((GPUS - 1)))
 fi
 score=(--clip-model "local-dir:$MODEL" --render-size "$SIZE")
 one=(--reward-devices "$DEVICE")
 read -ra several <<<"$(repeat $WORKERS)"
+read -ra batches <<<"$BATCHES"
+read -ra precisions <<<"$PRECISIONS"
+read -ra rows <<<"$ROWS"
 
-# 1. Which EGL device is which CUDA device, and what draws there
-pipeline devices 60 --measure draw --renderer egl --states-per-worker 64 "${small[@]}" \
-    --reward-devices "${devices[@]:-cpu}"
-# 2. The tests of devices
-piece tests 180 -m pytest -q -p no:cacheprovider tests/test_devices.py "${TESTS[@]}"
-# 3. Drawing alone
+# 1. Does everything import, and does MuJoCo Warp draw?
+piece imports 90 -c "
+import mujoco, mujoco_warp, open_clip, PIL.Image, sys, torch, torchvision, warp
+import sac_clip_humanoid as sac
+for package in torch, torchvision, open_clip, mujoco, mujoco_warp, warp:
+    print(package.__name__, package.__version__ if hasattr(package, '__version__') else '')
+if torch.cuda.is_available():
+    print(torch.cuda.get_device_name(), torch.cuda.get_arch_list(), torch.version.cuda)
+renderer = sac.make_renderer(sac.Args(clip_model='tiny_clip', renderer='warp'), '$DEVICE', 480)
+state, _ = sac.tasks.describe_env('Humanoid-v5', sac.make_env(sac.Args()))[::-1]
+PIL.Image.fromarray(renderer.render(state[None])[0].swapaxes(0, 1).reshape(480, -1, 3)).save('$OUT/picture.png')
+print(renderer.description, '$OUT/picture.png')
+"
+# 2. CLIP alone, with random weights, as large as the real one
+[ "$DEVICE" = cpu ] || piece random_clip 150 benchmarks/random_clip.py ViT-bigG-14 "$MODEL"
+pipeline clip 120 --measure clip "${score[@]}" --batches "${batches[@]}" "${one[@]}"
+# 3. The whole run
+pipeline run_warp 150 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp
+# 4. The tests of devices
+piece tests 180 -m pytest -p no:cacheprovider --durations 0 tests/test_devices.py -k "$TESTS"
+# 5. Learning to success
+piece learn 300 sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --clip-model tiny_clip \
+    --total-timesteps $STEPS --runs-dir "$OUT/learn" "${one[@]}" --resume latest "${learn[@]}"
+piece judged 80 eval_epic.py success --run "$OUT/learn" --checkpoint $STEPS --videos 4
+# 6. Updates; the same states in every way and precision, as rewards; what compiling gives
+piece updates 120 benchmarks/updates.py --device "$DEVICE" --rows "${rows[@]}" --rounds 1 --json "$OUT/updates.json"
+piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$SIZE" --per-task "$STATES" \
+    --precisions "${precisions[@]}" --out "$OUT/renderers.png" --json "$OUT/renderers.json"
+pipeline clip_compiled 300 --measure clip "${score[@]}" --compile --batches "${batches[@]:0:1}" "${one[@]}"
+pipeline run_compiled 400 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
+# 7. Drawing and CLIP without a learner, three cameras, Ray, more GPUs
+pipeline score_warp 90 --measure score "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp
+pipeline cameras 180 "${score[@]}" "${small[@]}" "${one[@]}" --camera-azimuth 120 180 240
+pipeline ray 120 "${score[@]}" "${small[@]}" --reward-devices ray:1
+pipeline overlap_egl 90 --scorer-ms 1.6 --draw-ms 1.5 "${overlap[@]}"
+pipeline overlap_warp 90 --scorer-ms 1.6 --draw-ms 0.1 "${overlap[@]}"
+for n in "${MANY[@]}"; do
+    pipeline "gpus_$n" 120 "${score[@]}" "${small[@]}" --reward-devices "${devices[@]:0:$n}"
+done
+# 8. Drawing alone; EGL last, because it may hang: which device is which, and what draws there
 for renderer in "${RENDERERS[@]}"; do
     draw=(--measure draw --render-size "$SIZE" --renderer "$renderer")
     pipeline "draw_$renderer" 40 "${draw[@]}" "${small[@]}" "${one[@]}"
     pipeline "draw_${renderer}_by_$WORKERS" 60 "${draw[@]}" "${small[@]}" --reward-devices "${several[@]}"
 done
-# 4. CLIP alone, with random weights, as large as the real one
-[ "$DEVICE" = cpu ] || timeout 200 "$PYTHON" benchmarks/random_clip.py "$(basename "$MODEL")" "$MODEL"
-read -ra batches <<<"$BATCHES"
-pipeline clip 120 --measure clip "${score[@]}" --batches "${batches[@]}" "${one[@]}"
-pipeline clip_compiled 300 --measure clip "${score[@]}" --compile --batches "${batches[@]:0:1}" "${one[@]}"
-# 5. Drawing and CLIP without a learner
-for renderer in "${RENDERERS[@]}"; do
-    pipeline "score_$renderer" 90 --measure score "${score[@]}" "${small[@]}" "${one[@]}" \
-        --renderer "$renderer"
-done
-# 6. The whole run: plain, compiled
-for renderer in "${RENDERERS[@]}"; do
-    pipeline "run_$renderer" 180 "${score[@]}" "${small[@]}" "${one[@]}" --renderer "$renderer"
-done
-pipeline run_compiled 400 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
-piece updates 90 benchmarks/updates.py --device "$DEVICE" --rows plain --rounds 1 --json "$OUT/updates.json"
-# 7. The same states in every way and precision, as rewards
-read -ra precisions <<<"$PRECISIONS"
-piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$SIZE" --per-task "$STATES" \
-    --precisions "${precisions[@]}" --out "$OUT/renderers.png" --json "$OUT/renderers.json"
-# 8. Three cameras
-pipeline cameras 180 "${score[@]}" "${small[@]}" "${one[@]}" --camera-azimuth 120 180 240
-# 9. Through Ray, and with a simulated device: does everything hide behind CLIP?
-pipeline ray 120 "${score[@]}" "${small[@]}" --reward-devices ray:1
-pipeline overlap_egl 90 --scorer-ms 1.6 --draw-ms 1.5 "${overlap[@]}"
-pipeline overlap_warp 90 --scorer-ms 1.6 --draw-ms 0.1 "${overlap[@]}"
-# 10. More GPUs
-for n in "${MANY[@]}"; do
-    pipeline "gpus_$n" 120 "${score[@]}" "${small[@]}" --reward-devices "${devices[@]:0:$n}"
-done
+[ "$DEVICE" = cpu ] || pipeline run_egl 180 "${score[@]}" "${small[@]}" "${one[@]}" --renderer egl
+[ "$DEVICE" = cpu ] || pipeline devices 60 --measure draw --renderer egl --states-per-worker 64 "${small[@]}" \
+    --reward-devices "${devices[@]}"
 
-"$PYTHON" - "$OUT" <<'END'
-import json, pathlib, sys
-folder = pathlib.Path(sys.argv[1])
-found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-(folder / "results.json").write_text(json.dumps(found, indent=1))
-END
-echo "($SECONDS s; the table: $OUT/table.txt, all numbers: $OUT/results.json)"
+[ -z "${DRY-}" ] || exit 0
+cd "$OUT"
+FILES=(summary.txt table.txt results.json picture.png renderers.png learn)
+for name in "${NAMES[@]}"; do FILES+=("$name".txt "$name".json "$name".err); done
+for i in "${!FILES[@]}"; do [ -e "${FILES[i]}" ] || unset "FILES[i]"; done
+tar -czf results.tar.gz --exclude checkpoints "${FILES[@]}"
+cat summary.txt
+echo "($SECONDS s; all of it: $OUT/results.tar.gz)"
 exit $FAILED

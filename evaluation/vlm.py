@@ -41,7 +41,9 @@ def ask(session, indices, model, url, use):
         import openai
     except ImportError as error:
         raise UsageError("--by needs the openai client: pip install '.[vlm]'") from error
-    key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not key.isascii():
+        raise UsageError("OPENAI_API_KEY has characters that no key has")
     structured = {"type": "json_schema", "json_schema": STRUCTURED}
     settings = {"temperature": 0, "response_format": structured}
     question = {"type": "text"}
@@ -78,7 +80,7 @@ def ask(session, indices, model, url, use):
     async def run(draw):
         hooks = openai.DefaultAsyncHttpxClient(event_hooks={"request": [count]})
         options = {"max_retries": RETRIES, "timeout": TIMEOUT_S, "http_client": hooks}
-        async with openai.AsyncOpenAI(api_key=key, base_url=url, **options) as client:
+        async with openai.AsyncOpenAI(api_key=key or "none", base_url=url, **options) as client:
             asked = deque()
             for k in range(len(indices) + AT_ONCE):  # the last AT_ONCE times nothing new is asked
                 if k >= AT_ONCE and asked:
@@ -101,7 +103,8 @@ def ask(session, indices, model, url, use):
         try:
             asyncio.run(run(functools.partial(scorer.render, size=480)))
         except openai.OpenAIError as error:
-            problem = " ".join(f"{error} {error.__cause__ or ''}".replace(key, "***").split())
+            problem = " ".join(f"{error} {error.__cause__ or ''}".split())
+            problem = problem.replace(key, "***") if key else problem
             again = "the same command goes on where this one stopped"
             raise RunError(f"--by {model}: {shorten(problem, 200)} ({again})") from None
 

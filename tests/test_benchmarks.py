@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +28,17 @@ def test_what_is_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
     """gpu.sh: every kind of piece ends with numbers above 0, in one table and one JSON."""
     environment = {"DEVICE": "cpu", "PYTHON": sys.executable, "RAY_ADDRESS": "local"}
     names = "clip_compiled score_warp run_warp updates renderers ray overlap_egl draw_warp_by_2"
-    environment["PIECES"] = f"tests {names}"
+    environment["ONLY"] = ",".join(["imports", "tests", "learn", "judged", *names.split()])
     printed = run("benchmarks/gpu.sh", tmp_path, **environment).stdout
     assert (tmp_path / "table.txt").read_text() in printed and "INCOMPLETE" not in printed
     assert printed.startswith("no GPU: ")
     results = json.loads((tmp_path / "results.json").read_text())
     assert results.keys() == set(names.split())
     assert "== tests" in printed and "[100%]" in (tmp_path / "tests.txt").read_text()
+    assert "of 100 episodes" in (tmp_path / "judged.txt").read_text()
+    assert len((tmp_path / "summary.txt").read_text().splitlines()) == 4 + len(names.split())
+    with tarfile.open(tmp_path / "results.tar.gz") as tar:
+        assert {"table.txt", "results.json", "picture.png", "judged.txt"} <= set(tar.getnames())
     for name in "run_warp", "ray":
         stages = results[name]["stages"]
         assert set(stages) == {"physics", "render", "clip", "update", "end to end"}
@@ -50,8 +55,31 @@ def test_what_is_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
 
 
 def test_a_piece_that_fails_is_named_and_makes_the_exit_code_1(tmp_path):
+    (tmp_path / "requirements.txt").write_text("somebody's")
     printed = run("benchmarks/gpu.sh", tmp_path, code=1, DEVICE="cpu", PYTHON="false").stdout
     assert "INCOMPLETE: updates, exit code 1" in printed and "== overlap_warp" in printed
+    assert (tmp_path / "requirements.txt").read_text() == "somebody's"
+
+
+def test_what_is_for_a_gpu_comes_in_portions_of_at_most_560_s(tmp_path):
+    """Imports, CLIP, a run and learning come first; a portion is a part of the whole."""
+    gpu = {"DEVICE": "cuda:0", "PYTHON": "false", "DRY": "1"}
+    lines = run("benchmarks/gpu.sh", tmp_path / "out", **gpu).stdout.splitlines()
+    pieces = [(int(portion), name, int(limit)) for portion, name, limit in map(str.split, lines)]
+    portions = {portion for portion, _, _ in pieces}
+    assert portions == set(range(1, len(portions) + 1)) and len(portions) > 3
+    for k in portions:
+        assert 0 < sum(limit for portion, _, limit in pieces if portion == k) <= 560
+    names = [name for _, name, _ in pieces]
+    first = ["imports", "random_clip", "clip", "run_warp", "tests", "learn", "judged"]
+    assert names[:7] == first and names[-1] == "devices" and len(set(names)) == len(names) <= 40
+    second = run("benchmarks/gpu.sh", PORTION="2", **gpu).stdout.splitlines()
+    assert second == [line for line in lines if line.startswith("2 ")]
+    rest = run("benchmarks/gpu.sh", FROM="updates", **gpu).stdout.splitlines()
+    assert rest == lines[7:]
+    chosen = run("benchmarks/gpu.sh", ONLY="clip,ray", **gpu).stdout.splitlines()
+    assert [line.split()[1] for line in chosen] == ["clip", "ray"]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
