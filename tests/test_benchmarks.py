@@ -167,6 +167,7 @@ def test_a_random_model_is_loaded_like_any_other(arch, tmp_path):
         assert all(torch.equal(again[name], value) for name, value in weights.items())
 
 
+@pytest.mark.slow
 def test_an_unknown_architecture_is_one_line(tmp_path):
     said = run(sys.executable, "benchmarks/random_clip.py", "ViT-X", tmp_path, code=1).stderr
     assert said == "error: ViT-X is not in open_clip.list_models()\n"

@@ -203,6 +203,7 @@ def test_triton_can_be_imported_after_mesa():
     assert out == "(1, 32, 32, 3)"
 
 
+@pytest.mark.slow
 def test_gymnasiums_files_and_pygame_are_quiet_and_an_unstable_simulation_is_not(tmp_path):
     script = """
         import os, egl_render, environments.classic
@@ -224,6 +225,7 @@ def test_gymnasiums_files_and_pygame_are_quiet_and_an_unstable_simulation_is_not
     assert err.startswith("MuJoCo: Nan, Inf or huge value") and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_window_that_pygame_closes_leaves_mujoco_its_egl():
     out, _ = run_python("""
         import egl_render, environments.classic

@@ -1184,6 +1184,7 @@ def test_prompts_of_a_classic_task_has_no_cameras(tmp_path, capsys, monkeypatch)
     assert "--task" in message()
 
 
+@pytest.mark.slow
 def test_prompts_on_states_of_ones_own_task(tmp_path, capsys, monkeypatch):
     """Labelled by a function of one's own, drawn and named as the dataset's run had it."""
     monkeypatch.chdir(ROOT)

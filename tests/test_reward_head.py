@@ -239,6 +239,7 @@ def test_the_likely_frames_are_those_that_the_words_like_best(tmp_path):
         eval_epic.Label(dataset=path, judge=f"{own}:left", likely=TINY).session()
 
 
+@pytest.mark.slow
 def test_a_second_dataset_may_have_no_good_state(labelled, tmp_path):
     states = np.zeros((30, 4))
     states[:, 2] = np.random.default_rng(7).uniform(0.5, 3, 30)

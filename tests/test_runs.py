@@ -80,7 +80,6 @@ def test_one_lucky_rollout_among_the_first_is_no_bar_for_best(tmp_path, monkeypa
     assert kept == [*first, full, full, full, full]
 
 
-@pytest.mark.slow
 def test_a_refused_start_leaves_no_folder(tmp_path, monkeypatch, capsys):
     """A checkpoint that a new run cannot begin with: other content, or networks of NaN."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -107,6 +106,7 @@ def test_a_refused_start_leaves_no_folder(tmp_path, monkeypatch, capsys):
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_pictures_that_reward_nothing_do_not_bind_a_resumed_run(tmp_path):
     """Ground truth: videos may begin or end when it is resumed."""
     words = [sac.__file__, *CHEETAH[sac], *TRUTH, "--runs-dir", tmp_path]

@@ -102,6 +102,7 @@ def test_an_own_task_of_a_module_with_a_judge_and_another_look(tmp_path):
     assert np.abs(expected[0] - expected[1]).mean() > 0.01, "seen differently, rewarded differently"
 
 
+@pytest.mark.slow
 def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
     """The rewards, drawn and scored again here one camera at a time."""
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 60, 3), np.uint8)).save(

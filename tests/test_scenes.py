@@ -42,6 +42,7 @@ def humanoid_scene():
     return textured_model(gym.make("Humanoid-v5").unwrapped.fullpath)
 
 
+@pytest.mark.slow
 def test_the_committed_pictures_are_painted_again():
     look = paint.paint_look()
     painted = {name: getattr(look, name) for name in ("sky", "stone", "metal")}
