@@ -1,12 +1,18 @@
 """The commands that README, docs and docstrings tell users to type: their flags exist."""
 
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import tyro
 from helpers import ROOT
+
+from clip_reward import CLIPEmbedder, load_clip, load_image
 
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tiny_clip/README.md"]
 DOCUMENTS.append(ROOT / "kube/README.md")
@@ -66,3 +72,29 @@ def test_the_flags_of_every_command_exist(path):
             parse.parse_args(words)
         except SystemExit:
             pytest.fail(f"{path.name}: {command}")
+
+
+@pytest.mark.slow
+def test_the_library_snippet_runs_as_pasted():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/faq.md").read_text(), re.S)[1]
+    bare = {name: value for name, value in os.environ.items() if "DISPLAY" not in name}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**bare, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    clip = load_clip("tiny_clip")
+    embed = CLIPEmbedder(clip).embed_images
+    s = embed(load_image(ROOT / "docs/goal_kneeling.png")[None])[0].numpy()
+    # R = 1 - 1/2 |alpha proj_L(s) + (1 - alpha) s - g|^2, by numpy
+    tokens = clip.tokenizer(["a humanoid robot kneeling", "a humanoid robot"])
+    g, b = clip.model.encode_text(tokens).detach().numpy()
+    g, b = g / np.linalg.norm(g), b / np.linalg.norm(b)
+    line = (g - b) / np.linalg.norm(g - b)
+    mixed = 0.5 * (b + (s - b) @ line * line) + 0.5 * s
+    expected = 1 - 0.5 * np.sum((mixed - g) ** 2)
+    printed = float(re.search(r"\[([-.\d]+)\]", result.stdout)[1])
+    assert printed == pytest.approx(expected, abs=1e-3)
