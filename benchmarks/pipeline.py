@@ -207,7 +207,8 @@ def whole_run(command, args, rollouts):
 
 def main():
     own, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
-    script, ratio = (dqn, DQN) if own.env_id in dqn.TASKS else (sac, SAC)
+    discrete = own.env_id in ("CartPole-v1", "MountainCar-v0")
+    script, ratio = (dqn, DQN) if discrete else (sac, SAC)
     defaults = f"--env-id {own.env_id} {COMMON} {ratio}"
     if own.scorer_ms:
         defaults += " --gradient-steps 1 --reward-devices cpu"
