@@ -99,14 +99,14 @@ class Later:
     """Rewards of 0 that a device will have computed at time `ready`."""
 
     def __init__(self, count, ready):
-        self.count, self.ready = count, ready
+        self.shape, self.ready = (count,), ready
 
     def float(self):
         return self
 
     def cpu(self):
         time.sleep(max(0.0, self.ready - time.perf_counter()))
-        return torch.zeros(self.count)
+        return torch.zeros(self.shape)
 
 
 class Sleeper(torch.nn.Module):
