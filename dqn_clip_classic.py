@@ -148,8 +148,8 @@ def check_args(args: Args):
         )
     if args.terminate and args.reward == "clip":
         raise UsageError("--terminate gives the task away: use --reward ground-truth")
-    if args.terminate and args.env_id not in classic.TASKS:
-        raise UsageError("--terminate is for CartPole-v1 and MountainCar-v0")
+    if args.terminate and args.env_id not in classic.DISCRETE:
+        raise UsageError(f"--terminate is for {' and '.join(classic.DISCRETE)}")
     if args.buffer_size < rollout:
         raise UsageError(f"--buffer-size is smaller than a rollout, {rollout}")
     if args.learning_starts > max(rollout, args.total_timesteps):

@@ -81,8 +81,7 @@ class Pictures(egl_render.RenderArgs):
 
 def args_of(env_id):
     """Return the Args of the script that has this task."""
-    discrete = env_id in ("CartPole-v1", "MountainCar-v0")
-    return (dqn if discrete else sac).Args(env_id=env_id)
+    return (dqn if env_id in classic.DISCRETE else sac).Args(env_id=env_id)
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,8 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${1:-gpu_results}
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
-DEVICE=${DEVICE:-$([ "${GPUS:-0}" -gt 0 ] && echo cuda:0 || echo cpu)}
+GPUS=${GPUS:-0} # also where that Python fails
+DEVICE=${DEVICE:-$([ "$GPUS" -gt 0 ] && echo cuda:0 || echo cpu)}
 NAMES=() FAILED=0 REACHED=${FROM:+no} IN=1 FILLED=0 SECONDS=0
 if [ -z "${DRY-}" ]; then
     mkdir -p "$OUT"

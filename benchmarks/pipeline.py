@@ -48,6 +48,7 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.benchmark import Timer
 import training.workers
+from environments import classic
 # isort: on
 
 COMMON = "--target-prompt words --clip-model tiny_clip --allow-slow --score-every 1"
@@ -207,8 +208,7 @@ def whole_run(command, args, rollouts):
 
 def main():
     own, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
-    discrete = own.env_id in ("CartPole-v1", "MountainCar-v0")
-    script, ratio = (dqn, DQN) if discrete else (sac, SAC)
+    script, ratio = (dqn, DQN) if own.env_id in classic.DISCRETE else (sac, SAC)
     defaults = f"--env-id {own.env_id} {COMMON} {ratio}"
     if own.scorer_ms:
         defaults += " --gradient-steps 1 --reward-devices cpu"

@@ -181,16 +181,21 @@ def label_rows(path):
     return columns, rows
 
 
+def rows_about(path, dataset, task):
+    """Return the rows of a file of labels that are about a dataset and task, as `label_rows`."""
+    about = dataset.path.stem, task
+    rows = label_rows(path)[1].items()
+    return {k: x for k, x in rows if (x["dataset"].removesuffix(".npz"), x["task"]) == about}
+
+
 def read_labels(path, dataset, task):
     """Read a person's labels of a dataset -> {"frame": {row: bool}, "episode": {number: bool}}, in
     the order of the file. Rows on other datasets and tasks are skipped. Raises UsageError for a
     row that cannot be used."""
     there = {"frame": range(len(dataset)), "episode": set(dataset.episode.tolist())}
     labels = {"frame": {}, "episode": {}}
-    for line, row in label_rows(path)[1].items():
-        name, unit, index, about, label = (row[column] for column in LABEL_COLUMNS)
-        if (name.removesuffix(".npz"), about) != (dataset.path.stem, task):
-            continue
+    for line, row in rows_about(path, dataset, task).items():
+        unit, index, label = row["unit"], row["index"], row["label"]
         if (
             not index.isdecimal()
             or len(index) > 18
@@ -206,11 +211,8 @@ def read_labels(path, dataset, task):
 
 def labellers(path, dataset, task):
     """Return who labelled frames in a file of labels: {row: its "by"}, "" for a person."""
-    whose = {"frame": {}}
-    for row in label_rows(path)[1].values():
-        if (row["dataset"].removesuffix(".npz"), row["task"]) == (dataset.path.stem, task):
-            whose.setdefault(row["unit"], {})[int(row["index"])] = row.get("by", "")
-    return whose["frame"]
+    frames = (x for x in rows_about(path, dataset, task).values() if x["unit"] == "frame")
+    return {int(row["index"]): row.get("by", "") for row in frames}
 
 
 def labels_of(source, dataset, task):

@@ -467,10 +467,8 @@ class Run:
         steps = f"step {self.step:,}/{total}".ljust(2 * len(total) + 6)
         left = max(0, self.args.total_timesteps - self.step) / self.speed
         line = f"{steps}  left {datetime.timedelta(seconds=round(left))}"
-        for tag, value in scalars.items():
-            word = (
-                f"  {tag.removeprefix('charts/')} {value:<7.4g}"  # the same columns in every line
-            )
+        for tag, value in scalars.items():  # padded: the same columns in every line
+            word = f"  {tag.removeprefix('charts/')} {value:<7.4g}"
             if tag.startswith("charts/") and len(line + word) <= LINE:
                 line += word
         say(line.rstrip())
@@ -546,9 +544,12 @@ class Run:
             line = f"\nstopping after this rollout{wait}; Ctrl-C once more stops now\n"
             os.write(2, line.encode())
 
+    def _command(self, script, *words):
+        """Return a command line, with the user's own code that the run needs."""
+        return " ".join([shlex.join(["python", script, *words]), *own_code(self.args)])
+
     def _how_to_resume(self):
-        command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
-        command = " ".join([command, *own_code(self.args)])
+        command = self._command(sys.argv[0], "--resume", str(self.folder))
         saved = next(iter(checkpoints(self.folder).values()), None)
         return f"saved: {saved.name}; resume with: {command}" if saved else "nothing is saved"
 
@@ -573,8 +574,8 @@ class Run:
             words = [] if best else ["--checkpoint", str(self.step)]
             if Path(sys.argv[0]).name not in ("sac_clip_humanoid.py", "dqn_clip_classic.py"):
                 words += ["--script", sys.argv[0]]
-            command = ["python", "eval_epic.py", "success", "--run", str(self.folder), *words]
-            say(" ".join(["judge it:", shlex.join(command), *own_code(self.args)]))
+            command = self._command("eval_epic.py", "success", "--run", str(self.folder), *words)
+            say(f"judge it: {command}")
         if self.stopped and self.step < self.args.total_timesteps:
             say(f"stopped; {self._how_to_resume()}")
             sys.exit(128 + self.stopped)
