@@ -97,8 +97,8 @@ class RayPool(workers.Pool):
                 self._pump(1)
                 if self.answers:
                     return self.answers.popleft()
-            for actor in self.loaded:  # perhaps one hangs: the others would have done its jobs
-                self.ray.kill(actor, no_restart=False)
+            for actor in {actor for actor, job in self.calls.values() if job is not LOAD}:
+                self.ray.kill(actor, no_restart=False)  # perhaps it hangs: the others are idle
         problem = f"no answer from Ray's actors for {2 * workers.TIMEOUT} s"
         raise RunError(f"{problem}; is there room for them in the cluster?")
 
