@@ -31,6 +31,7 @@ from unittest import mock
 # but beside a busy process on the same cores SAC's updates fall from 65 a second to 1; with this
 # bound they are 36 (2 cores, batch 256; docs/speed.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # kernels are not chosen by their time
 os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # errors of flags stay short
 
 import numpy as np
@@ -158,7 +159,7 @@ class RewardArgs:
     CUDA device, else one "cpu" per core, at most four. ray: every GPU of a Ray cluster (its CPUs if
     it has none), ray:N: N of them"""
     compile: bool = False
-    """compile the updates, on a GPU into one CUDA graph, and CLIP's image tower (takes minutes)"""
+    """compile the updates, on a GPU into one CUDA graph, and CLIP's image tower"""
     allow_slow: bool = False
     """score with a large model on the CPU although that may take days"""
 
@@ -212,14 +213,25 @@ class RewardArgs:
 
 @functools.cache
 def cuda_devices() -> list[str]:
-    """Return ["cuda:0", ...]. Raises UsageError if cards are there but CUDA does not start."""
-    count = torch.cuda.device_count()
+    """Return ["cuda:0", ...]. Raises UsageError for cards that the installed torch cannot use."""
+    count, ours = torch.cuda.device_count(), f"torch {torch.__version__}"
     try:
         if count:
             torch.cuda.init()
     except RuntimeError as error:
         cause = f"the CUDA driver does not start ({message_of(error)})"
-        raise UsageError(f"{count} GPUs, but {cause}; without: --reward-devices cpu") from error
+        need = f"{ours} needs a driver for CUDA {str(torch.version.cuda).partition('.')[0]}"
+        ways = "update it, install a torch for an older CUDA, or without: --reward-devices cpu"
+        raise UsageError(f"{count} GPUs, but {cause}; {need}: {ways}") from error
+    built = ", ".join(torch.cuda.get_arch_list() if count else [])
+    for i in range(count):
+        major, minor = torch.cuda.get_device_capability(i)
+        card, codes = 10 * major + minor, re.findall(r"([a-z]+)_(\d+)", built)
+        # sm_86 runs on any 8.x from 8.6 on, PTX (compute_86) on any later card
+        runs = (int(n) <= card and (n[:-1] == str(major) or kind != "sm") for kind, n in codes)
+        if built and not any(runs):
+            what = f"{torch.cuda.get_device_name(i)} is sm_{card}, but {ours} is built for {built}"
+            raise UsageError(f"{what}: install another torch, or hide it by CUDA_VISIBLE_DEVICES")
     return [f"cuda:{i}" for i in range(count)]
 
 
@@ -252,15 +264,12 @@ def load_image(path: str | Path) -> np.ndarray:
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)
-            if picture.mode.startswith(("I", "F")):
-                raise UsageError(f"{path} has more than 8 bits per channel; save it with 8")
-            picture = picture.convert("RGBA")
-            white = Image.new("RGBA", picture.size, "white")
-            return np.array(Image.alpha_composite(white, picture).convert("RGB"))
-    except UsageError:
-        raise
     except Exception as error:  # damaged files and bombs raise half a dozen kinds
         raise UsageError(f"{path} cannot be read as a picture: {message_of(error)}") from error
+    if picture.mode.startswith(("I", "F")):
+        raise UsageError(f"{path} has more than 8 bits per channel; save it with 8")
+    white = Image.new("RGBA", picture.size, "white")
+    return np.array(Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB"))
 
 
 # ------------------------------------------------------------------------------ loading CLIP
@@ -268,7 +277,7 @@ def load_image(path: str | Path) -> np.ndarray:
 
 @plain_dataclass
 class LoadedCLIP:
-    """A CLIP that is ready to embed."""
+    """A CLIP that is ready to embed: texts on the host, pictures on the device."""
 
     model: Any  # open_clip's
     tokenizer: Callable[..., torch.Tensor]  # its own: ([B texts], context) -> [B, context] int64
@@ -323,6 +332,7 @@ WEIGHTS = (
     "open_clip_model.safetensors open_clip_pytorch_model.safetensors open_clip_pytorch_model.bin "
     "open_clip_pytorch_model.pth model.safetensors pytorch_model.bin pytorch_model.pth model.pth"
 ).split()
+AUTO = {"cuda": "fp16"}  # the image tower's precision on other devices than a CPU
 # without any of these transformers makes a tokenizer that knows no word
 VOCABULARIES = "tokenizer.json", "*.model", "vocab.txt", "merges.txt"
 
@@ -404,8 +414,9 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     Args:
         name: "ARCH/TAG" of `open_clip.list_pretrained()`, "local-dir:PATH", "hf-hub:ORG/NAME", or
             "tiny_clip".
-        precision: of the image tower, "auto" is fp16 on CUDA, else fp32; the text tower, which is
-            used once per prompt, has fp32.
+        precision: of the image tower; "auto" is fp32 on the CPU, and on CUDA fp16, or bf16 if fp16
+            overflows. The text tower, which is used once per prompt, stays on the host in fp32:
+            not every card (MIG's parts) has the memory for both.
     Raises:
         UsageError: unknown name, or weights that cannot be had. Weights are never silently random.
     """
@@ -413,8 +424,8 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     from torch.fx.experimental.optimization import fuse
 
     device = torch.device(device)
-    if precision == "auto":
-        precision = "fp16" if device.type == "cuda" else "fp32"
+    auto = AUTO.get(device.type, "fp32") if precision == "auto" else ""
+    precision = auto or precision
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if precision not in dtypes:
         raise UsageError(f"precision must be auto, {', '.join(dtypes)}; not {precision!r}")
@@ -431,7 +442,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     )
     # open_clip alone would ignore a .pt file, and choose among several without asking
     ours = mock.patch("open_clip.factory._find_checkpoint_in_dir", find_weights)
-    with one_at_a_time(), ours:
+    with ours:
         try:
             with weights_in_their_file():
                 model = create()
@@ -465,9 +476,14 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
                 setattr(fused, attribute, getattr(visual, attribute))
             visual = fused.to(memory_format=torch.channels_last)  # as the frames come
         del model.visual
-        model.to(device, torch.float32)  # the text tower
+        model.float()  # the text tower
         model.visual = visual.to(device, dtypes[precision])
-    return LoadedCLIP(model, tokenizer, preprocess, device, dtypes[precision])
+    clip = LoadedCLIP(model, tokenizer, preprocess, device, dtypes[precision])
+    noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
+    if auto == "fp16" and not CLIPEmbedder(clip).embed_images(noise).isfinite().all():
+        print(f"{name} overflows in fp16: its image tower is bf16", flush=True)
+        return load_clip(name, device, "bf16")
+    return clip
 
 
 @contextlib.contextmanager
@@ -503,6 +519,9 @@ def weights_in_their_file():
 # ------------------------------------------------------------------------------ the reward
 
 
+BATCH = 64  # pictures for the image tower at once: 16 leave an H100 idle for an eighth of the time
+
+
 class CLIPEmbedder(nn.Module):
     """Embeds pictures by a LoadedCLIP, which is not changed and can serve others."""
 
@@ -528,9 +547,11 @@ class CLIPEmbedder(nn.Module):
             x, y = max(0, height - width), max(0, width - height)
             bars = (0, 0, x // 2, x - x // 2, y // 2, y - y // 2)
             frames = nn.functional.pad(frames, bars)
-        images = self.preprocess(frames.flatten(0, -4))
-        embeddings = self.model.encode_image(images.to(self.dtype))
-        return nn.functional.normalize(embeddings.float(), dim=-1).unflatten(0, frames.shape[:-3])
+        # all views of all states in one row, so that the batches are full
+        batches = map(self.preprocess, frames.flatten(0, -4).split(BATCH))
+        parts = [self.model.encode_image(images.to(self.dtype)).float() for images in batches]
+        embeddings = nn.functional.normalize(torch.cat(parts), dim=-1)
+        return embeddings.unflatten(0, frames.shape[:-3])
 
 
 class CLIPReward(CLIPEmbedder):
@@ -577,8 +598,8 @@ class CLIPReward(CLIPEmbedder):
 
         @torch.no_grad()
         def embed(prompts):
-            tokens = clip.tokenizer(list(prompts)).to(clip.device)
-            return nn.functional.normalize(clip.model.encode_text(tokens), dim=-1)
+            embeddings = clip.model.encode_text(clip.tokenizer(list(prompts)))
+            return nn.functional.normalize(embeddings, dim=-1).to(clip.device)
 
         pictures = [self.embed_images(load_image(path)) for path in target_images]
         g = torch.cat([*pictures, *([embed(target_prompts)] if target_prompts else [])]).mean(0)
@@ -605,52 +626,46 @@ class CLIPReward(CLIPEmbedder):
 def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
     """Load the model and the goal that `args` name; called in every worker."""
     args.check_speed(device)
-    clip = load_clip(args.clip_model, device)
-    goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
     head, words = load_head(args.reward_head), args.target_prompt + args.target_image
-    reward: Any = CLIPReward(clip, *goal) if words or not head else CLIPEmbedder(clip)
+    with one_at_a_time():
+        clip = load_clip(args.clip_model, device)
+        goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
+        reward: Any = CLIPReward(clip, *goal) if words or not head else CLIPEmbedder(clip)
+        for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
+            if hasattr(clip.model, part):  # gigabytes, and never needed again
+                delattr(clip.model, part)
     if head:
-        picture = np.zeros((1, 64, 64, 3), np.uint8)
         try:
-            head.check_size(reward.embed_images(picture).shape[-1])
+            head.check_size(reward.embed_images(np.zeros((64, 64, 3), np.uint8)).shape[-1])
         except ValueError as error:
             raise UsageError(f"--reward-head {without_hash(args.reward_head)}: {error}") from error
         reward = HeadReward(reward, head, bool(words))
-    if args.compile:
-        clip.model.visual.compile(mode="max-autotune-no-cudagraphs")
-    for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
-        if hasattr(clip.model, part):  # gigabytes, and never needed again
-            delattr(clip.model, part)
+    if args.compile:  # a transformer's blocks (open_clip's, timm's), which share their code
+        visual, names = clip.model.visual, r"(transformer\.resblocks|trunk\.blocks)\.\d+"
+        blocks = [part for name, part in visual.named_modules() if re.fullmatch(names, name)]
+        for block in blocks or [visual]:
+            block.compile()
+        with torch.inference_mode():  # as in Scorer. After two sizes there is code for any but 1
+            for count in (BATCH, 2, 1):
+                reward(np.zeros((count, 64, 64, 3), np.uint8))
     return reward
 
 
 def scored_steps(steps: int, every: int) -> list[int]:
-    """List the steps of an episode whose states are scored: the first, every `every`-th after it,
-    and the last."""
+    """List the steps of an episode that are scored: the first, every `every`-th, and the last."""
     return sorted({*range(0, steps, every), steps - 1})
 
 
 def interpolate(rewards: np.ndarray, scored: list[int]) -> np.ndarray:
-    """Fill in the rewards of the steps between those that were scored, linearly, in each episode.
-
-    This assumes that a picture, and so its reward, changes little from one step to the next. For
-    the humanoid, whose steps are 15 ms, the rewards of every 4th state and linear interpolation
-    have a correlation of 0.97 to 0.998 with those of every state.
-
-    Args:
-        rewards: [T, N]; the rows that are not in `scored` are ignored.
-        scored: which rows hold a reward, as of `scored_steps`.
-    Returns:
-        [T, N] float32.
-    """
+    """Rewards [T, N] of which only the rows `scored` count -> [T, N] float32: those between are
+    interpolated linearly in each episode. A picture changes little from one step to the next: for
+    the humanoid (15 ms, every 4th state) the correlation with all rewards is 0.97 to 0.998."""
     steps = np.arange(len(rewards))
     columns = [np.interp(steps, scored, column[scored]) for column in rewards.T]
     return np.stack(columns, 1).astype(np.float32)
 
 
 # ------------------------------------------------------------------------------ on one device
-
-SUB_BATCH = 16  # frames that are drawn while a GPU scores the previous ones
 
 
 class Scorer:
@@ -665,20 +680,14 @@ class Scorer:
         device: "cpu" or "cuda:i".
     """
 
-    def __init__(
-        self,
-        make_renderer: Any,
-        make_reward: Any,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, make_renderer: Any, make_reward: Any, device: Any = "cpu") -> None:
         self.device, self.make_renderer = torch.device(device), make_renderer
         # the renderer first: it binds GL to the device before anything imports mujoco
         self.renderers: dict = {None: make_renderer(device)} if make_renderer else {}
         self.reward: Any = make_reward(self.device) if make_reward else None
-        drawing = self.renderers.get(None)
+        drawing: Any = self.renderers.get(None)
         self.look = getattr(drawing, "look", "")  # "egl" or "warp", the same for all workers
-        drawn_by = f"pictures by {getattr(drawing, 'description', '')}"
-        self.description = drawn_by if self.look else "ready"
+        self.description = f"pictures by {drawing.description}" if self.look else "ready"
 
     def score(self, states: np.ndarray) -> tuple[np.ndarray, float, float]:
         """States [B, S] float64, or frames [B, H, W, 3] uint8 without a renderer -> rewards
@@ -691,44 +700,32 @@ class Scorer:
         """Draw `states` and hand them to CLIP. On a GPU this returns while it still computes: the
         next chunk can be drawn before `finish` turns the result into that of `score`."""
         gpu, renderer = self.device.type != "cpu", self.renderers.get(None)
-        began, render_s, rewards = time.perf_counter(), 0.0, []
-        step = SUB_BATCH if gpu else max(1, len(states))
-        with self._memory():
-            for batch in (states[i : i + step] for i in range(0, len(states), step)):
-                drawing = time.perf_counter()
-                if renderer and hasattr(renderer, "draw"):  # on the device
-                    frames = renderer.draw(batch)
-                elif renderer:
-                    shape, pinned = (len(batch), *renderer.frame_shape), torch.cuda.is_available()
-                    frames = torch.empty(shape, dtype=torch.uint8, pin_memory=gpu and pinned)
-                    renderer.render(batch, frames.numpy())
-                else:
-                    frames = torch.from_numpy(batch)
-                render_s += time.perf_counter() - drawing
-                # on a GPU this returns at once, and the next batch is drawn meanwhile
-                scored = self.reward(frames.to(self.device, non_blocking=True))
-                if (shape := tuple(np.shape(scored)))[:1] != (len(batch),):
-                    made = f"{list(shape)} for {len(batch)} frames"
-                    raise RunError(f"the reward module returned {made}; it must return [B]")
-                rewards.append(scored)
-        return rewards, render_s, time.perf_counter() - began - render_s
+        began = time.perf_counter()
+        try:
+            if renderer and hasattr(renderer, "draw"):  # on the device
+                frames = renderer.draw(states)
+            elif renderer:
+                shape, pinned = (len(states), *renderer.frame_shape), torch.cuda.is_available()
+                frames = torch.empty(shape, dtype=torch.uint8, pin_memory=gpu and pinned)
+                renderer.render(states, frames.numpy())
+            else:
+                frames = torch.from_numpy(states)
+            drawn = time.perf_counter()
+            rewards = self.reward(frames.to(self.device, non_blocking=True))
+        except torch.OutOfMemoryError as error:
+            problem = f"{self.device} has no memory for so many frames at once"
+            raise RunError(f"{problem}; use a smaller --clip-batch-size") from error
+        if (shape := tuple(np.shape(rewards)))[:1] != (len(states),):
+            made = f"{list(shape)} for {len(states)} frames"
+            raise RunError(f"the reward module returned {made}; it must return [B]")
+        return rewards, drawn - began, time.perf_counter() - drawn
 
     @torch.inference_mode()
     def finish(self, launched: tuple) -> tuple[np.ndarray, float, float]:
         """Wait for what `launch` returned, as `score` returns it."""
         (rewards, render_s, clip_s), began = launched, time.perf_counter()
-        with self._memory():
-            rewards = [part.float().cpu().numpy() for part in rewards]
-        result = np.concatenate(rewards or [np.empty(0, np.float32)])
-        return result, render_s, clip_s + time.perf_counter() - began
-
-    @contextlib.contextmanager
-    def _memory(self):
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            problem = f"{self.device} has no memory for so many frames at once"
-            raise RunError(f"{problem}; use a smaller --clip-batch-size") from error
+        rewards = rewards.float().cpu().numpy()
+        return rewards, render_s, clip_s + time.perf_counter() - began
 
     def render(self, states: np.ndarray, size: int | None = None) -> np.ndarray:
         """Draw states [B, S] -> [B, H, W, 3] uint8, as they are scored or at another size; several

@@ -596,12 +596,12 @@ def test_a_folder_beside_the_scripts_and_a_precision_that_does_not_exist(monkeyp
 
 def test_weights_of_openai_get_their_activation_and_only_the_image_tower_is_rounded():
     """open_clip only warns where the activation does not fit the weights."""
-    clip, _ = load_without_weights("ViT-B-32/openai", device="meta", precision="bf16")
+    clip, _ = load_without_weights("ViT-B-32/openai", device="meta", precision="bf16")  # as a GPU
     for tower in clip.model, clip.model.visual:
         activation = tower.transformer.resblocks[0].mlp.gelu
         assert activation(torch.tensor(1.0)).item() == pytest.approx(1 / (1 + np.exp(-1.702)))
     text = [p for name, p in clip.model.named_parameters() if not name.startswith("visual.")]
-    assert {(p.device.type, p.dtype) for p in text} == {("meta", torch.float32)}
+    assert {(p.device.type, p.dtype) for p in text} == {("cpu", torch.float32)}
     image = clip.model.visual.parameters()
     assert {(p.device.type, p.dtype) for p in image} == {("meta", torch.bfloat16)}
 
@@ -637,21 +637,26 @@ def send(module, device, dtype=None, to=torch.nn.Module.to):
         weight.to(dtype, copy=True).sum()
     return to(module, device, dtype)
 
-clip_reward.load_clip("local-dir:tiny_clip")  # so that all is imported
+def load(name, device):
+    args = clip_reward.RewardArgs(target_prompt=("words",), clip_model=name)
+    clip_reward.make_clip_reward(args, device)
+
+load("local-dir:tiny_clip", "cpu")  # so that all is imported
 torch.nn.Module.to = send
 torch.set_num_threads(1)
 print("ready", flush=True)
 input()
-clip_reward.load_clip(sys.argv[1], "meta", "fp16")
+load(sys.argv[1], "meta")
 print("loaded", flush=True)
 input()
 """
 
 
 @pytest.mark.slow
-def test_four_workers_load_a_model_with_the_memory_of_one_file(tmp_path):
+def test_four_workers_share_a_model_s_file(tmp_path):
     """Their shares of the host's memory (PSS), pages of the mapped file included. "meta" takes the
-    part of a GPU: what is there needs no memory here."""
+    part of a GPU: what is there needs no memory here. Each one has held its text tower in float32,
+    0.6 of the file, and malloc keeps a part of that."""
     script = ROOT / "benchmarks/random_clip.py"
     subprocess.run([sys.executable, script, "ViT-L-14", tmp_path], check=True, capture_output=True)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -680,7 +685,7 @@ def test_four_workers_load_a_model_with_the_memory_of_one_file(tmp_path):
             worker.kill()
     files = (peak - before) / (tmp_path / "open_clip_model.safetensors").stat().st_size
     print(f"four workers: {files:.2f} times the file")
-    assert 0.3 < files < 1.3  # the peak is sampled
+    assert 0.3 < files < 3  # without sharing 4 or more; the peak is sampled
 
 
 def test_other_weights_keep_their_activation(tiny):
@@ -776,12 +781,51 @@ def test_cards_whose_driver_does_not_start_are_one_line(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
     clip_reward.cuda_devices.cache_clear()
     with pytest.raises(UsageError, match="^2 .*driver version is insuf.*--reward-devices cpu") as e:
-        RewardArgs(target_prompt=("words",), clip_model=TINY).check_reward()
+        RewardArgs(target_prompt=("words",), clip_model=LARGE).check_reward()
     assert "\n" not in str(e.value)
+    assert f"torch {torch.__version__} needs a driver for CUDA 13: update it" in str(e.value)
     RewardArgs(target_prompt=("words",), clip_model=TINY, reward_devices=("cpu",)).check_reward()
     clip_reward.cuda_devices.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "card, built, fits",
+    [
+        ((9, 0), "sm_80 sm_90", True),
+        ((8, 9), "sm_75 sm_80", True),  # code for 8.0 runs on 8.9
+        ((6, 1), "sm_75 sm_80 compute_80", False),  # older than all
+        ((8, 0), "sm_75 sm_86", False),
+        ((12, 0), "sm_80 sm_90a", False),  # newer than all, without PTX
+        ((12, 1), "sm_90 compute_90", True),
+        ((10, 3), "sm_100", True),
+        ((9, 0), "", True),  # not known
+    ],
+)
+def test_a_card_that_torch_was_not_built_for_is_named_before_any_download(
+    card, built, fits, monkeypatch
+):
+    there = {"device_count": 1, "init": None, "get_arch_list": built.split()}
+    there |= {"get_device_capability": card, "get_device_name": "GT 7"}
+    for name, value in there.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(clip_reward, "ensure_downloaded", (loaded := []).append)
+    clip_reward.cuda_devices.cache_clear()
+    args = RewardArgs(target_prompt=("words",), clip_model=LARGE)
+    try:
+        if fits:
+            args.check_reward()
+        else:
+            number = f"^GT 7 is sm_{card[0]}{card[1]}, but torch {re.escape(torch.__version__)}"
+            with pytest.raises(
+                UsageError, match=f"{number} is built for sm_.*CUDA_VISIBLE_DEVICES$"
+            ):
+                args.check_reward()
+    finally:
+        clip_reward.cuda_devices.cache_clear()
+    assert loaded == [LARGE] * fits
 
 
 # ------------------------------------------------------------------------------ the scorer
@@ -828,6 +872,56 @@ def test_several_views_are_drawn_side_by_side():
         renderer = sac.make_renderer(args, size=32)
         np.testing.assert_array_equal(both[:, :, 32 * view :][:, :, :32], renderer.render(states))
         renderer.close()
+
+
+@pytest.mark.parametrize("factor, dtype", [(1, torch.float16), (1e6, torch.bfloat16)])
+def test_a_tower_that_overflows_in_half_precision_gets_bfloat16(
+    factor, dtype, tmp_path, monkeypatch, capsys
+):
+    """The CPU plays the GPU. The second model's first layer gives numbers beyond 65504."""
+    shutil.copytree(ROOT / "tiny_clip", tmp_path / "model")
+    weights = safetensors.torch.load_file(file := tmp_path / "model/open_clip_model.safetensors")
+    weights["visual.bn1.weight"] = factor * weights["visual.bn1.weight"].float()
+    safetensors.torch.save_file(weights, file)
+    monkeypatch.setitem(clip_reward.AUTO, "cpu", "fp16")
+    clip = load_clip(name := f"local-dir:{tmp_path}/model")
+    assert clip.dtype == {weight.dtype for weight in clip.model.visual.parameters()}.pop() == dtype
+    said = f"{name} overflows in fp16: its image tower is bf16\n"
+    assert capsys.readouterr().out == (said if factor > 1 else "")
+
+
+def test_batches_are_full_whatever_the_number_of_views(tiny, frames, monkeypatch):
+    reward, sizes = CLIPReward(tiny, TARGETS), []
+    whole = reward(views := np.resize(frames, (7, 3, *frames.shape[1:])))
+    encode = tiny.model.encode_image
+    monkeypatch.setattr(clip_reward, "BATCH", 8)
+    monkeypatch.setattr(tiny.model, "encode_image", lambda x: (sizes.append(len(x)), encode(x))[1])
+    torch.testing.assert_close(reward(views), whole, atol=1e-5, rtol=0)
+    assert sizes == [8, 8, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_a_transformer_is_compiled_by_blocks_before_the_first_chunk(tmp_path, frames):
+    """All blocks run the first one's code, which is there for batches of any size."""
+    vision = {"image_size": 32, "patch_size": 16, "width": 64, "layers": 10, "head_width": 32}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+    config = {"embed_dim": 32, "vision_cfg": vision, "text_cfg": text}
+    about = {"model_cfg": config, "preprocess_cfg": {}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(about))
+    random = open_clip.create_model(f"local-dir:{tmp_path}", load_weights=False)
+    safetensors.torch.save_model(random, str(tmp_path / "open_clip_model.safetensors"))
+    args = RewardArgs(target_prompt=("words",), clip_model=f"local-dir:{tmp_path}")
+    plain = clip_reward.make_clip_reward(args, "cpu")
+    args.compile = True
+    torch._dynamo.reset()
+    scorer = Scorer(None, functools.partial(clip_reward.make_clip_reward, args))
+    assert scorer.reward.model.visual.transformer.resblocks[9]._compiled_call_impl is not None
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3, "one for each size"
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for count in (100, 64, 40, 3, 1):
+            chunk = np.resize(frames, (count, *frames.shape[1:]))
+            np.testing.assert_allclose(scorer.score(chunk)[0], plain(chunk), atol=1e-5)
 
 
 @pytest.mark.slow
