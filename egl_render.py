@@ -118,7 +118,12 @@ def quiet_mujoco() -> None:
         import mujoco
     except Exception as error:  # half a dozen kinds, by library
         where = f"MUJOCO_GL is {os.environ.get('MUJOCO_GL', 'not set')}"
-        raise UsageError(f"mujoco cannot be imported ({message_of(error)}); {where}") from error
+        problem = f"mujoco cannot be imported ({message_of(error)}); {where}"
+        if not where.endswith(("egl", "osmesa")):
+            raise UsageError(problem) from error
+        print(f"no OpenGL: {problem}", file=sys.stderr)
+        os.environ["MUJOCO_GL"] = "disable"  # Warp needs none
+        import mujoco
 
     mujoco.set_mju_user_warning(
         lambda text: None if "deprecated" in text else print(f"MuJoCo: {text}", file=sys.stderr)

@@ -33,7 +33,7 @@ class WarpRenderer:
     Args:
         model, size, camera: as of `egl_render.MujocoRenderer`.
         device: where to draw, "cpu" or "cuda:i".
-    Raises UsageError if mujoco_warp is not installed.
+    Raises UsageError if mujoco_warp is not installed, or does not work here.
     """
 
     look = "warp"
@@ -62,10 +62,7 @@ class WarpRenderer:
             self.worlds = 1
         model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # it has no PGS; nothing is solved here
         warp.config.log_level = warp.LOG_WARNING
-        with open(os.devnull, "wb") as nothing, os.fdopen(os.dup(2), "wb") as stderr:
-            os.dup2(nothing.fileno() if self.device.type == "cpu" else 2, 2)
-            warp.init()  # complains, in C, of a machine without CUDA
-            os.dup2(stderr.fileno(), 2)
+        self._start(warp)
         plane = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
         half = model.geom_size[:, :2].min(1)  # m, 0: endless
         self.floors = np.flatnonzero(plane & ((half == 0) | (half >= FLOOR))).tolist()
@@ -76,6 +73,26 @@ class WarpRenderer:
                 model, self.worlds, cam_active=[], use_shadows=True, render_skybox=True
             )
             self.rays = [self._aim(mujoco.MjSpec(), model, camera) for camera in self.cameras]
+
+    def _start(self, warp):
+        """Start Warp. Raises UsageError where it finds no CUDA or may not write its kernels."""
+        with open(os.devnull, "wb") as nothing, os.fdopen(os.dup(2), "wb") as stderr:
+            os.dup2(nothing.fileno(), 2)
+            try:
+                warp.init()  # complains, in C, of a machine without CUDA
+                folder = warp.config.kernel_cache_dir
+                if not os.access(folder, os.W_OK):
+                    raise PermissionError(f"{folder} is read-only")
+            except OSError as error:
+                ways = "name a folder that may be written: WARP_CACHE_PATH"
+                raise UsageError(f"MuJoCo Warp keeps no kernels ({error}); {ways}") from error
+            finally:
+                os.dup2(stderr.fileno(), 2)
+        if self.device.type == "cuda" and not warp.is_cuda_available():
+            versions = warp.get_cuda_toolkit_version(), warp.get_cuda_driver_version()
+            need, has = (".".join(map(str, version or ["none"])) for version in versions)
+            problem = f"Warp {warp.config.version} is made for CUDA {need}, the driver has {has}"
+            raise UsageError(f"{problem}; update the driver, or draw by --renderer egl")
 
     def _on_device(self):
         """Let Warp work on this device, on a GPU in one queue with torch."""

@@ -122,6 +122,28 @@ def test_a_gpu_that_egl_does_not_know_is_drawn_on_by_warp():
     assert "UsageError: no OpenGL to draw with (RuntimeError: " in err and "[warp]" in err
 
 
+def test_a_cuda_worker_whose_opengl_is_set_but_missing_draws_by_warp():
+    """As in images that set MUJOCO_GL and have libEGL without a libGL."""
+    script = """
+        import ctypes
+        load = ctypes.CDLL.__init__
+        def missing(self, name, *rest, **more):
+            if any(part in str(name) for part in ("libGL.", "libEGL", "libOpenGL", "OSMesa")):
+                raise OSError(f"{name} is missing")
+            load(self, name, *rest, **more)
+        ctypes.CDLL.__init__ = missing
+        import egl_render
+        import sac_clip_humanoid as sac
+        renderer = sac.tasks.make_renderer(sac.Args(env_id="InvertedPendulum-v5"), "cpu", 16)
+        print(renderer.look, egl_render.draws_by_warp(egl_render.RenderArgs(renderer="egl"), None))
+        egl_render.gl_renderer()
+    """
+    out, err = run_python(script, 1, MUJOCO_GL="egl")
+    assert out == "warp False"
+    assert err.startswith("no OpenGL: mujoco cannot be imported (") and "MUJOCO_GL is egl" in err
+    assert "UsageError: no OpenGL to draw with" in err.splitlines()[-1]
+
+
 def test_what_draws_decides_what_auto_means(monkeypatch):
     model = gym.make("Humanoid-v5").unwrapped.model
     quality = model.vis.quality.shadowsize, model.vis.quality.offsamples

@@ -142,6 +142,39 @@ def test_auto_is_warp_unless_a_gpu_draws_by_opengl(monkeypatch):
         look()
 
 
+def test_what_warp_misses_is_one_line_and_stderr_stays(monkeypatch, tmp_path, capfd):
+    """A driver older than Warp, no folder for its kernels, or one that may not be written."""
+    import sys as system
+
+    import warp
+
+    def message(device="cpu"):
+        with pytest.raises(UsageError) as error:
+            WarpRenderer(textured_model(poses.HUMANOID_XML), 16, device=device)
+        print("still there", file=system.__stderr__, flush=True)
+        assert capfd.readouterr().err == "still there\n"
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    def old(version):
+        return lambda: version
+
+    monkeypatch.setattr(warp, "is_cuda_available", old(False))
+    monkeypatch.setattr(warp, "get_cuda_toolkit_version", old((13, 0)))
+    for driver, said in ((12, 4), "12.4"), (None, "none"):
+        monkeypatch.setattr(warp, "get_cuda_driver_version", old(driver))
+        line = f"is made for CUDA 13.0, the driver has {said}; update the driver, or draw by "
+        assert line + "--renderer egl" in message("cuda:0")
+    monkeypatch.setattr(warp_render.os, "access", lambda path, mode: False)
+    assert "is read-only); name a folder that may be written: WARP_CACHE_PATH" in message()
+
+    def init():
+        raise PermissionError(13, "Permission denied", "/nowhere/.cache")
+
+    monkeypatch.setattr(warp, "init", init)
+    assert "Permission denied: '/nowhere/.cache'); name a folder" in message()
+
+
 @pytest.mark.slow
 def test_workers_and_chunks_do_not_change_a_reward():
     args = sac.Args(
