@@ -559,7 +559,10 @@ def write_video(path: str | Path, frames: np.ndarray, fps: float) -> None:
     even = frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]
     partial = path.with_name(".partial.mp4")
     options: dict = {"fps": fps, "macro_block_size": 2, "quality": 8, "ffmpeg_log_level": "quiet"}
-    imageio.mimwrite(partial, list(even), format="FFMPEG", **options)
+    try:
+        imageio.mimwrite(partial, list(even), format="FFMPEG", **options)
+    except ImportError as error:
+        raise UsageError(f"{path}: {message_of(error)}") from error
     partial.replace(path)
 
 

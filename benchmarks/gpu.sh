@@ -66,6 +66,10 @@ pipeline() { # NAME LIMIT ARGUMENTS...
     piece "$1" "$2" benchmarks/pipeline.py "${@:3}" --json "$OUT/$1.json"
 }
 
+other() { # NAME LIMIT ARGUMENTS...
+    piece "$1" "$2" benchmarks/gpu_pieces.py --piece "$1" "${@:3}" --json "$OUT/$1.json"
+}
+
 repeat() { # N: the device, N times
     for ((i = 0; i < $1; i++)); do printf '%s ' "$DEVICE"; done
 }
@@ -73,15 +77,15 @@ repeat() { # N: the device, N times
 MANY=() devices=("$DEVICE")
 if [ "$DEVICE" = cpu ]; then
     echo "no GPU: small forms on the CPU, whose times say nothing about a GPU"
-    MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 PRECISIONS="fp32 fp16" STATES=2 ROWS="plain"
+    MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 PRECISIONS="fp32 fp16" STATES=2 ROWS="plain" PER_STEP=8
     TESTS=embeddings RENDERERS=(warp) STEPS=48
-    small=(--num-envs 2 --episode-length 8 --gradient-steps 2 --rollouts 1 --states-per-worker 4)
-    small+=(--clip-batch-size 4) overlap=("${small[@]}")
+    tiny=(--num-envs 2 --episode-length 8 --gradient-steps 2 --clip-batch-size 4)
+    small=("${tiny[@]}" --rollouts 1 --states-per-worker 4)
     learn=(--num-envs 2 --episode-length 12 --learning-starts 24 --gradient-steps 2)
 else
     MODEL=${TMPDIR:-/tmp}/random_ViT-bigG-14 SIZE=480 BATCHES="16 64 256" WORKERS=4 PRECISIONS="fp32 fp16 bf16" STATES=8
-    ROWS="plain compiled sb3" TESTS=cuda RENDERERS=(warp egl) STEPS=40000
-    small=(--rollouts 3) overlap=(--rollouts 2) learn=()
+    PER_STEP=1024 ROWS="plain compiled sb3" TESTS=cuda RENDERERS=(warp egl) STEPS=40000
+    tiny=() small=(--rollouts 3) learn=()
     for n in 2 4 8; do [ "$GPUS" -lt "$n" ] || MANY+=("$n"); done
     mapfile -t devices < <(seq -f 'cuda:%.0f' 0 $((GPUS - 1)))
 fi
@@ -108,36 +112,40 @@ print(renderer.description, '$OUT/picture.png')
 # 2. CLIP alone, with random weights, as large as the real one
 [ "$DEVICE" = cpu ] || piece random_clip 150 benchmarks/random_clip.py ViT-bigG-14 "$MODEL"
 pipeline clip 120 --measure clip "${score[@]}" --batches "${batches[@]}" "${one[@]}"
-# 3. The whole run
-pipeline run_warp 150 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp
+# 3. The whole run, and its share of CLIP alone
+pipeline run_warp 150 --measure clip run "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp
 # 4. The tests of devices
 piece tests 180 -m pytest -p no:cacheprovider --durations 0 tests/test_devices.py -k "$TESTS"
-# 5. Learning to success
+# 5. Learning to success, and whether a run is repeated bit for bit
 piece learn 300 sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --clip-model tiny_clip \
     --total-timesteps $STEPS --runs-dir "$OUT/learn" "${one[@]}" --resume latest "${learn[@]}"
 piece judged 80 eval_epic.py success --run "$OUT/learn" --checkpoint $STEPS --videos 4
-# 6. Updates; the same states in every way and precision, as rewards; what compiling gives
+other bits 120 "${tiny[@]}" "${one[@]}" --renderer warp
+# 6. Updates; the same states in every way and precision, as rewards
 piece updates 120 benchmarks/updates.py --device "$DEVICE" --rows "${rows[@]}" --rounds 1 --json "$OUT/updates.json"
 piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$SIZE" --per-task "$STATES" \
     --precisions "${precisions[@]}" --out "$OUT/renderers.png" --json "$OUT/renderers.json"
-pipeline clip_compiled 300 --measure clip "${score[@]}" --compile --batches "${batches[@]:0:1}" "${one[@]}"
-pipeline run_compiled 400 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
-# 7. Drawing and CLIP without a learner, three cameras, Ray, more GPUs
+# 7. Where the time and the memory go; what compiling gives
+other profile 60 "${score[@]}" "${tiny[@]}" "${one[@]}" --renderer warp
+other memory 60 "${score[@]}" "${tiny[@]}" "${one[@]}" --renderer warp
+pipeline clip_compiled 120 --measure clip "${score[@]}" --compile --batches "${batches[@]:1:1}" "${one[@]}"
+pipeline run_compiled 200 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
+# 8. Drawing and CLIP without a learner, three cameras, Ray, more GPUs
 pipeline score_warp 90 --measure score "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp
 pipeline cameras 180 "${score[@]}" "${small[@]}" "${one[@]}" --camera-azimuth 120 180 240
 pipeline ray 120 "${score[@]}" "${small[@]}" --reward-devices ray:1
-pipeline overlap_egl 90 --scorer-ms 1.6 --draw-ms 1.5 "${overlap[@]}"
-pipeline overlap_warp 90 --scorer-ms 1.6 --draw-ms 0.1 "${overlap[@]}"
 for n in "${MANY[@]}"; do
     pipeline "gpus_$n" 120 "${score[@]}" "${small[@]}" --reward-devices "${devices[@]:0:$n}"
 done
-# 8. Drawing alone; EGL last, because it may hang: which device is which, and what draws there
+# 9. Drawing alone; EGL last, because it may hang: which device is which, and what draws there; a step
+# at a time, as others do it, against chunks
 for renderer in "${RENDERERS[@]}"; do
     draw=(--measure draw --render-size "$SIZE" --renderer "$renderer")
     pipeline "draw_$renderer" 40 "${draw[@]}" "${small[@]}" "${one[@]}"
     pipeline "draw_${renderer}_by_$WORKERS" 60 "${draw[@]}" "${small[@]}" --reward-devices "${several[@]}"
 done
 [ "$DEVICE" = cpu ] || pipeline run_egl 180 "${score[@]}" "${small[@]}" "${one[@]}" --renderer egl
+other per_step 90 --states "$PER_STEP" "${score[@]}" "${one[@]}" "${tiny[@]}"
 [ "$DEVICE" = cpu ] || pipeline devices 60 --measure draw --renderer egl --states-per-worker 64 "${small[@]}" \
     --reward-devices "${devices[@]}"
 
@@ -146,7 +154,7 @@ cd "$OUT"
 FILES=(summary.txt table.txt results.json picture.png renderers.png learn)
 for name in "${NAMES[@]}"; do FILES+=("$name".txt "$name".json "$name".err); done
 for i in "${!FILES[@]}"; do [ -e "${FILES[i]}" ] || unset "FILES[i]"; done
-tar -czf results.tar.gz --exclude checkpoints "${FILES[@]}"
+tar -czf results.tar.gz --exclude 'step_*.pt' "${FILES[@]}"
 cat summary.txt
 echo "($SECONDS s; all of it: $OUT/results.tar.gz)"
 exit $FAILED

@@ -146,6 +146,7 @@ def clip_alone(args, batches):
     for batch in batches or (args.clip_batch_size,):
         shape = (batch, size, size, 3)
         names["frames"] = torch.randint(256, shape, dtype=torch.uint8, device=device)
+        clip_reward.BATCH = batch
         timer = Timer("reward(frames)", globals=names, num_threads=torch.get_num_threads())
         try:
             speeds[batch] = batch / timer.blocked_autorange(min_run_time=1).median
@@ -178,10 +179,11 @@ def workers_alone(script, args, make_reward, states_per_worker):
     return pool_alone(make_renderer, make_reward, devices, args.clip_batch_size, states)
 
 
-def whole_run(command, args, rollouts):
+def whole_run(command, args, rollouts, views):
     """Run the script -> {stage: {"seconds_per_rollout", speed}}, medians over rollouts."""
     steps = args.num_envs * args.episode_length
-    frames = args.num_envs * len(clip_reward.scored_steps(args.episode_length, args.score_every))
+    scored = len(clip_reward.scored_steps(args.episode_length, args.score_every))
+    frames = args.num_envs * scored * views
     total = f"--total-timesteps {steps * (rollouts + 1)} --learning-starts 1 --video-freq 0"
     with tempfile.TemporaryDirectory() as folder:
         command = [*command, *total.split(), "--runs-dir", folder]
@@ -245,7 +247,8 @@ def main():
             print(f"{name}: {speed:.4g} states/s", flush=True)
             keep(**{f"{name}_alone_frames_per_s": speed})
     if "run" in own.measure:
-        keep(stages=whole_run(command, args, own.rollouts))
+        views = 1 if own.scorer_ms else args.views  # a sleeper draws no cameras
+        keep(stages=whole_run(command, args, own.rollouts, views))
         if alone:
             share = result["stages"]["end to end"]["frames/s"] / alone
             keep(end_to_end_of_alone=share)

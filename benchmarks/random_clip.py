@@ -44,7 +44,8 @@ def main(arch: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path]) ->
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"load_weights": False, "pretrained_text": False, "device": device}
-    model = open_clip.create_model(f"local-dir:{folder}", **options)
+    with torch.device(device):  # a CPU takes minutes for the large ones
+        model = open_clip.create_model(f"local-dir:{folder}", **options)
     weights = {name: value.cpu().contiguous() for name, value in model.half().state_dict().items()}
     save_file(weights, folder / "open_clip_model.safetensors")
 

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def main(args):
         with ProcessPoolExecutor(1, spawn) as process:
             try:
                 described, frames, ms, rewards = process.submit(draw, args, *way).result()
-            except clip_reward.UsageError as error:
+            except (clip_reward.UsageError, BrokenExecutor) as error:  # OpenGL may also crash
                 print(f"{name}: {error}")
                 continue
         first = first or rewards[args.precisions[0]]
