@@ -107,6 +107,7 @@ class WarpRenderer:
         fixed = camera.fixed_id >= 0
         fovy = model.cam_fovy[camera.fixed_id] if fixed else model.vis.global_.fovy
         spec.worldbody.add_camera(fovy=fovy)
+        spec.worldbody.add_geom(size=[1, 1, 1])  # on a GPU Warp crashes with nothing to draw
         size, make = [(self.size, self.size)], self.mjw.create_render_context
         aimed = make(spec.compile(), self.worlds, size, True, True, True)
         outputs = "rgb_data rgb_adr render_rgb depth_data depth_adr render_depth"

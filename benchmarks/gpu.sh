@@ -115,7 +115,7 @@ pipeline clip 120 --measure clip "${score[@]}" --batches "${batches[@]}" "${one[
 # 3. The whole run, and its share of CLIP alone
 pipeline run_warp 150 --measure clip run "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp
 # 4. The tests of devices
-piece tests 180 -m pytest -p no:cacheprovider --durations 0 tests/test_devices.py -k "$TESTS"
+piece tests 240 -m pytest -p no:cacheprovider --durations 0 tests/test_devices.py -k "$TESTS"
 # 5. Learning to success, and whether a run is repeated bit for bit
 piece learn 300 sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --clip-model tiny_clip \
     --total-timesteps $STEPS --runs-dir "$OUT/learn" "${one[@]}" --resume latest "${learn[@]}"

@@ -56,7 +56,9 @@ def bits(own, args, flags):
             subprocess.run([*command, folder], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
             states.append(helpers.checkpoint(helpers.only_run(folder)))
     equal = helpers.equal(*states)
-    print(f"two runs of {steps} steps: " + ("equal to the bit" if equal else "DIFFERENT"))
+    if not equal:
+        sys.exit(f"error: two runs of {steps} steps have different checkpoints")
+    print(f"two runs of {steps} steps have the same checkpoint, bit for bit")
     return {"equal": equal, "steps": steps}
 
 
@@ -117,10 +119,11 @@ def profile(own, args, flags):
     scorer.score(chunk)
     with torch.profiler.profile() as profiler:
         scorer.score(chunk)
-    on = "device" if scorer.device.type == "cuda" else "cpu"
-    events = [(e.key, getattr(e, f"self_{on}_time_total") / 1e3, e.count) for e in
-              profiler.key_averages()]  # fmt: skip
-    events = sorted(events, key=lambda event: -event[1])
+    gpu = scorer.device.type == "cuda"
+    on = "self_device_time_total" if gpu else "self_cpu_time_total"
+    kind = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
+    found = [e for e in profiler.key_averages() if e.device_type == kind]  # no operator twice
+    events = sorted(((e.key, getattr(e, on) / 1e3, e.count) for e in found), key=lambda e: -e[1])
     whole = sum(ms for _, ms, _ in events)
     for name, ms, count in events[:10]:
         print(f"{ms:9.3f} ms {ms / whole:6.1%} {count:6d} x {name[:90]}")

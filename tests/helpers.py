@@ -179,7 +179,7 @@ def equal(one, two):
     if isinstance(one, (list, tuple)):
         return len(one) == len(two) and all(map(equal, one, two))
     if isinstance(one, torch.Tensor):  # bytes, because a NaN is not equal to itself
-        return one.dtype == two.dtype and one.numpy().tobytes() == two.numpy().tobytes()
+        return one.dtype == two.dtype and one.cpu().numpy().tobytes() == two.cpu().numpy().tobytes()
     return one == two
 
 

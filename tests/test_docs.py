@@ -52,9 +52,9 @@ def parser(script, words):
         kind, words = getattr(module, words[0].capitalize()), words[1:]
     if script.stem == "pictures":
         kind, words = getattr(module, words[0]), words[1:]
-    if script.stem in ("pipeline", "sweep"):  # hand on what they do not know
+    if script.stem in ("pipeline", "sweep", "gpu_pieces"):  # hand on what they do not know
         _, words = tyro.cli(kind, args=words, return_unknown_args=True)
-    if script.stem in ("pipeline", "sweep", "new_mujoco_task"):
+    if script.stem in ("pipeline", "sweep", "gpu_pieces", "new_mujoco_task"):
         kind = importlib.import_module("sac_clip_humanoid").Args
     return tyro.extras.get_parser(kind, config=(tyro.conf.OmitArgPrefixes,)), words
 
