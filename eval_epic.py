@@ -341,8 +341,7 @@ class Label(OnDataset):
         if self.check:
             vlm.check(session, self.by, self.url, self.check)
         elif self.by:
-            todo = [index for index in session.todo() if index not in session.answers]
-            vlm.ask(session, todo, self.by, self.url, session.answer)
+            vlm.ask(session, session.todo(), self.by, self.url, session.answer)
             say(f"{len(session.order) - len(session.todo())} labels are in {session.path}")
         else:
             label_page.serve(session)

@@ -164,9 +164,8 @@ def test_a_model_labels_what_nobody_has_labelled(frames, server, tmp_path, capsy
     assert asked["response_format"]["json_schema"]["strict"] is True
     assert headers["Authorization"] == f"Bearer {KEY}"
     said = capsys.readouterr()
-    assert (
-        "47 of 47: 23 yes, 24 no, 0 unsure, of which 0 not readable; 47 calls, 4700 tok" in said.out
-    )
+    counts = "23 yes, 24 no, 0 unsure, 0 unreadable, 47 calls, 4700 tokens"
+    assert f"47 of 47: {counts}\n" in said.out
     everything = said.out + said.err + "".join(p.read_text() for p in tmp_path.glob("*"))
     assert KEY not in everything
     label(frames, server, path)  # nothing is left to ask
@@ -200,7 +199,7 @@ def test_faults_that_pass_are_repeated_and_unreadable_answers_are_skipped(
     }
     assert [server.asked[k] for k in (1, 2, 3, 4, 5, 10)] == [3, 2, 2, 4, 1, 1]
     said = capsys.readouterr().out
-    assert "48 of 48: 24 yes, 18 no, 6 unsure, of which 5 not readable; 55 calls" in said
+    assert "48 of 48: 24 yes, 18 no, 1 unsure, 5 unreadable, 55 calls" in said
     server.faults = {}
     label(frames, server, path)  # asks again about the skipped ones, and about no other
     assert len(read(path)) == 48 and server.asked.total() == 55 + 6
