@@ -22,6 +22,7 @@ import eval_epic
 from clip_reward import RunError, UsageError
 from environments import judges
 from evaluation import datasets, vlm
+from evaluation.rewards import Prompts as PromptRewards
 from evaluation.runs import make_scorer
 
 KEY = "sk-a-secret-that-nobody-may-read"
@@ -301,7 +302,7 @@ def test_check_counts_agreement_with_a_person_or_the_judge(frames, server, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", [0.05, 0.15])
-def test_epic_and_fit_take_the_labels_and_say_whose_they_are(
+def test_all_commands_take_the_labels_and_fit_says_whose_they_are(
     frames, server, tmp_path, capsys, errors
 ):
     path, rng = tmp_path / "labels.csv", np.random.default_rng(0)
@@ -320,3 +321,9 @@ def test_epic_and_fit_take_the_labels_and_say_whose_they_are(
     rewards = eval_epic.Rewards(clip_model=("tiny_clip",))
     eval_epic.Epic(dataset=frames, labels=str(path), reward=rewards)()
     assert "tiny_clip" in capsys.readouterr().out
+    rewards = PromptRewards(clip_model=("tiny_clip",), reward_alpha=(0.0,))
+    eval_epic.Prompts(dataset=frames, labels=str(path), reward=rewards, out=tmp_path / "prompts")()
+    good = sum(server.verdicts[1:47]) + 1
+    assert f"cartpole: 48 states, {good} of them good" in capsys.readouterr().out
+    eval_epic.Success(dataset=frames, labels=str(path))()  # each state is an episode
+    assert f"({good} of 48 episodes)" in capsys.readouterr().out
