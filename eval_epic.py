@@ -149,7 +149,7 @@ class OnDataset(Own):
     """a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task of the
     dataset or run"""
     labels: str = "judge"
-    """what decides which states are good: judge, or a CSV file of a person's labels"""
+    """what decides which states are good: judge, or a CSV file of labels"""
 
     def load(self, judged=True):
         """Return the dataset and its judges.Task (may be None if nothing is judged)."""
@@ -224,9 +224,9 @@ class Sheet(OnDataset):
 
 @dataclass
 class Success(OnDataset):
-    """Success rate of a policy by judge, or of a dataset's episodes by judge or by a person's
-    labels, with a video of the verdicts, in a new folder success_.. in the run or beside the
-    dataset. Without a judge the environment's info["success"] at the last step counts."""
+    """Success rate of a policy by judge, or of a dataset's episodes by judge or by labels, with
+    a video of the verdicts, in a new folder success_.. in the run or beside the dataset. Without a
+    judge the environment's info["success"] at the last step counts."""
 
     dataset: Path | None = None
     """a file made by collect"""
@@ -341,8 +341,7 @@ class Label(OnDataset):
         if self.check:
             vlm.check(session, self.by, self.url, self.check)
         elif self.by:
-            todo = [index for index in session.todo() if index not in session.answers]
-            vlm.ask(session, todo, self.by, self.url, session.answer)
+            vlm.ask(session, session.todo(), self.by, self.url, session.answer)
             say(f"{len(session.order) - len(session.todo())} labels are in {session.path}")
         else:
             label_page.serve(session)
@@ -358,8 +357,8 @@ class Fit(Own):
     out: Path
     """the head, such as data/head.safetensors; its worst errors are drawn beside it"""
     labels: str | None = None
-    """what decides which states are good: judge, or a CSV file of a person's labels; default:
-    labels.csv in the folder beside each dataset"""
+    """what decides which states are good: judge, or a CSV file of labels; default: labels.csv
+    in the folder beside each dataset"""
     judge: str | None = None
     """a task's name or FILE.py:FUNCTION (states [B, S] -> [B] bool), which the labels are about;
     default: the task of the dataset or run"""

@@ -1,7 +1,7 @@
 """A dataset: states, what is known of them, and what they were made from, in one .npz file.
 
-Pictures are not part of it: a picture is a function of a state, drawn when it is needed. A
-person's labels and all results are in the folder of the same name, data/kneeling/.
+Pictures are not part of it: a picture is a function of a state, drawn when it is needed. Labels
+and all results are in the folder of the same name, data/kneeling/.
 """
 
 import codecs
@@ -189,7 +189,7 @@ def rows_about(path, dataset, task):
 
 
 def read_labels(path, dataset, task):
-    """Read a person's labels of a dataset -> {"frame": {row: bool}, "episode": {number: bool}}, in
+    """Read the labels of a dataset -> {"frame": {row: bool}, "episode": {number: bool}}, in
     the order of the file. Rows on other datasets and tasks are skipped. Raises UsageError for a
     row that cannot be used."""
     there = {"frame": range(len(dataset)), "episode": set(dataset.episode.tolist())}
@@ -216,8 +216,8 @@ def labellers(path, dataset, task):
 
 
 def labels_of(source, dataset, task):
-    """Return what `source` ("judge", "env", or a CSV file of a person's labels, which may be on
-    whole episodes) says of each state: ([N] float64, NaN where nothing; {episode: bool})."""
+    """Return what `source` ("judge", "env", or a CSV file of labels, which may be on whole
+    episodes) says of each state: ([N] float64, NaN where nothing; {episode: bool})."""
     if source == "judge":
         return task.judge(dataset.states).astype(np.float64), {}
     if source == "env":

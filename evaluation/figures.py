@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from environments.judges import THRESHOLD
+from evaluation.runs import make_scorer
 
 GOOD, BAD = (0, 150, 0), (210, 0, 0)  # a verdict on one state
 BORDER, LINE = 4, 13  # pixels: a frame's width, a line of text's height
@@ -39,6 +41,13 @@ def grid(cells, columns):
 def write_sheet(path, cells, columns=10):
     """Write a contact sheet of pictures as from `framed`, as PNG."""
     Image.fromarray(grid(list(cells), columns)).save(path)
+
+
+def draw_sheet(path, args, states, captions, good):
+    """Draw states [N, S] as a script does with `args` and write a contact sheet of all."""
+    with closing(make_scorer(args)) as scorer:
+        cells = map(framed, scorer.render(states, 120), captions, good)
+        write_sheet(path, cells, 4 if args.views > 1 else 10)
 
 
 # An episode is (frames [T, H, W, 3] uint8, steps [T] 1 or 0, success).

@@ -6,7 +6,6 @@ import os
 import shlex
 import warnings
 from collections import Counter
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from evaluation.compare import training_command, words_for
 from evaluation.datasets import labellers, labels_of
 from evaluation.metrics import auc, interval
 from evaluation.rewards import HeadModel, embed
-from evaluation.runs import make_scorer, script_of
+from evaluation.runs import script_of
 from reward_head import FLAGS, Head, load_head
 from training.run import checkpoints, say, write
 
@@ -200,11 +199,8 @@ def fit(parts, model, out, judge=None):
     misses = np.nan_to_num(np.where(good, -logits, logits), nan=-np.inf)
     order = np.argsort(-misses, kind="stable")
     worst = np.concatenate([order[good[order]][:20], order[~good[order]][:20]])
-    with closing(make_scorer(data.args)) as scorer:
-        frames = scorer.render(states[worst], 120)
     chances = (f"{1 / (1 + np.exp(-logits[k])):.2f} {names[k]}" for k in worst)
-    columns = 4 if data.args.views > 1 else 10
-    figures.write_sheet(sheet, map(figures.framed, frames, chances, good[worst]), columns)
+    figures.draw_sheet(sheet, data.args, states[worst], chances, good[worst])
     say(f"wrote {out}, and its worst errors: {sheet} (green: labelled good)")
     wanted = {"reward_head": str(out), "clip_model": model.clip_model, "judge": judge}
     wanted |= {"target_prompt": (), "baseline_prompt": ()}

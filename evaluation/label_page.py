@@ -125,10 +125,6 @@ class Session:
         data = base64.b64encode(file.getvalue()).decode()
         return f"data:image/{kind};base64,{data}"
 
-    def image(self, index, render):
-        """Return HTML of a frame or episode."""
-        return f'<img data-index={index} src="{self.data_url(index, render)}">'
-
 
 BUTTONS = {"yes": True, "no": False, "skip": None}
 HEADERS = {
@@ -154,14 +150,14 @@ class PageServer(ThreadingHTTPServer):
         self.page = page.substitute({name: html.escape(text) for name, text in words.items()})
         # large, for a person, whatever CLIP was shown
         draw = functools.partial(scorer.render, size=480)
-        self.image = functools.lru_cache(8)(lambda k: drawing.submit(session.image, k, draw))
+        self.image = functools.lru_cache(8)(lambda k: drawing.submit(session.data_url, k, draw))
 
     def view(self):
         """Return what the page shows now: {"picture": HTML, "progress": text}."""
         todo, count = self.session.todo(), len(self.session.order)
         end = f"<h2 data-index=-1>All {count} are labelled. You can close this page.</h2>"
         images = [self.image(index) for index in todo[:2]]  # draws the next one meanwhile
-        picture = images[0].result() if images else end
+        picture = f'<img data-index={todo[0]} src="{images[0].result()}">' if images else end
         return {"picture": picture, "progress": f"{count - len(todo)} of {count}"}
 
 

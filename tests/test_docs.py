@@ -98,3 +98,9 @@ def test_the_library_snippet_runs_as_pasted():
     expected = 1 - 0.5 * np.sum((mixed - g) ** 2)
     printed = float(re.search(r"\[([-.\d]+)\]", result.stdout)[1])
     assert printed == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_labels_of_a_pose_name_its_judge_in_every_command():
+    """Without --judge a command would ask about another task than the one of the page."""
+    found = [command for command in commands(ROOT / "docs/labels.md") if "knees" not in command]
+    assert [command.split()[:2] for command in found] == [["eval_epic.py", "collect"]]

@@ -233,8 +233,8 @@ def test_a_clip_shows_all_pictures_in_the_order_of_time(frames, episodes, tmp_pa
     session = make_session(episodes, tmp_path / "labels.csv", "episode")
 
     def drawn(session, index):
-        html = session.image(index, render)
-        return Image.open(io.BytesIO(base64.b64decode(re.search('base64,([^"]*)', html)[1])))
+        data = session.data_url(index, render).partition("base64,")[2]
+        return Image.open(io.BytesIO(base64.b64decode(data)))
 
     with drawn(session, 1) as clip:
         assert clip.format == "WEBP" and clip.n_frames == 6 and clip.info["loop"] == 0

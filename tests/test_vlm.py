@@ -22,6 +22,7 @@ import eval_epic
 from clip_reward import RunError, UsageError
 from environments import judges
 from evaluation import datasets, vlm
+from evaluation.rewards import Prompts as PromptRewards
 from evaluation.runs import make_scorer
 
 KEY = "sk-a-secret-that-nobody-may-read"
@@ -164,9 +165,8 @@ def test_a_model_labels_what_nobody_has_labelled(frames, server, tmp_path, capsy
     assert asked["response_format"]["json_schema"]["strict"] is True
     assert headers["Authorization"] == f"Bearer {KEY}"
     said = capsys.readouterr()
-    assert (
-        "47 of 47: 23 yes, 24 no, 0 unsure, of which 0 not readable; 47 calls, 4700 tok" in said.out
-    )
+    counts = "23 yes, 24 no, 0 unsure, 0 unreadable, 47 calls, 4700 tokens"
+    assert f"47 of 47: {counts}\n" in said.out
     everything = said.out + said.err + "".join(p.read_text() for p in tmp_path.glob("*"))
     assert KEY not in everything
     label(frames, server, path)  # nothing is left to ask
@@ -200,7 +200,7 @@ def test_faults_that_pass_are_repeated_and_unreadable_answers_are_skipped(
     }
     assert [server.asked[k] for k in (1, 2, 3, 4, 5, 10)] == [3, 2, 2, 4, 1, 1]
     said = capsys.readouterr().out
-    assert "48 of 48: 24 yes, 18 no, 6 unsure, of which 5 not readable; 55 calls" in said
+    assert "48 of 48: 24 yes, 18 no, 1 unsure, 5 unreadable, 55 calls" in said
     server.faults = {}
     label(frames, server, path)  # asks again about the skipped ones, and about no other
     assert len(read(path)) == 48 and server.asked.total() == 55 + 6
@@ -302,7 +302,7 @@ def test_check_counts_agreement_with_a_person_or_the_judge(frames, server, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", [0.05, 0.15])
-def test_epic_and_fit_take_the_labels_and_say_whose_they_are(
+def test_all_commands_take_the_labels_and_fit_says_whose_they_are(
     frames, server, tmp_path, capsys, errors
 ):
     path, rng = tmp_path / "labels.csv", np.random.default_rng(0)
@@ -321,3 +321,9 @@ def test_epic_and_fit_take_the_labels_and_say_whose_they_are(
     rewards = eval_epic.Rewards(clip_model=("tiny_clip",))
     eval_epic.Epic(dataset=frames, labels=str(path), reward=rewards)()
     assert "tiny_clip" in capsys.readouterr().out
+    rewards = PromptRewards(clip_model=("tiny_clip",), reward_alpha=(0.0,))
+    eval_epic.Prompts(dataset=frames, labels=str(path), reward=rewards, out=tmp_path / "prompts")()
+    good = sum(server.verdicts[1:47]) + 1
+    assert f"cartpole: 48 states, {good} of them good" in capsys.readouterr().out
+    eval_epic.Success(dataset=frames, labels=str(path))()  # each state is an episode
+    assert f"({good} of 48 episodes)" in capsys.readouterr().out
