@@ -56,7 +56,7 @@ from pydantic.dataclasses import dataclass
 
 from clip_reward import UsageError
 from environments import classic, judges, tasks
-from training.run import Run, RunArgs, parse_args, say
+from training.run import Run, RunArgs, check_memory, parse_args, say
 from training.workers import make_pool
 
 Share = Annotated[float, Interval(ge=0, le=1)]
@@ -72,7 +72,7 @@ class Args(RunArgs):
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 4
     """parallel environments, a process for each (CartPole-v1, MountainCar-v0: all in one)"""
-    episode_length: PositiveInt = 200
+    episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 200
     """steps of every episode; a rollout is one episode of each environment"""
     terminate: bool = False
     """end episodes where Gymnasium ends them, to check DQN itself (only --reward ground-truth)"""
@@ -139,7 +139,7 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
 def check_args(args: Args):
     """Raise UsageError, one line that says what is wrong, before anything slow starts -> a state
     [S] float64 of the task, None if the task draws itself."""
-    actions, state = tasks.describe_env(args.env_id, make_env(args, filmed=True))
+    actions, state, observation_dim = tasks.describe_env(args.env_id, make_env(args, filmed=True))
     rollout = args.num_envs * args.episode_length
     if not isinstance(actions, gym.spaces.Discrete):
         other = "; use sac_clip_humanoid.py" if isinstance(actions, gym.spaces.Box) else ""
@@ -155,6 +155,11 @@ def check_args(args: Args):
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
     tasks.check_drawing(args, state)
+    check_memory(args, {
+        "--buffer-size": args.buffer_size * (8 * observation_dim + 16),
+        "--batch-size": 4 * args.batch_size * (2 * observation_dim + 4 * HIDDEN),
+        "HIDDEN": 4 * 5 * HIDDEN**2,  # of two networks, and gradient and Adam's averages of one
+    })  # fmt: skip
     args.check_reward()
     return state
 

@@ -49,7 +49,7 @@ from pydantic.dataclasses import dataclass
 
 from clip_reward import UsageError
 from environments import judges, tasks
-from training.run import Run, RunArgs, parse_args, say
+from training.run import Run, RunArgs, check_memory, parse_args, say
 from training.workers import make_pool
 
 
@@ -66,7 +66,7 @@ class Args(RunArgs):
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 8
     """parallel environments, a process for each (Humanoid-v5, MountainCarContinuous: all in one)"""
-    episode_length: PositiveInt = 100
+    episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 100
     """steps of every episode, none ends earlier; a rollout is one episode of each environment"""
     buffer_size: PositiveInt = 1_000_000
     """transitions in the replay buffer, rounded down to whole rollouts"""
@@ -137,7 +137,7 @@ def make_renderer(args: Args, device="cpu", size: int | None = None):
 def check_args(args: Args):
     """Raise UsageError, one line that says what is wrong, before anything slow starts -> a state
     [S] float64 of the task, None if the task draws itself."""
-    actions, state = tasks.describe_env(args.env_id, make_env(args, filmed=True))
+    actions, state, observation_dim = tasks.describe_env(args.env_id, make_env(args, filmed=True))
     continuous = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
     if not continuous or not actions.is_bounded():
         other = "; use dqn_clip_classic.py" if isinstance(actions, gym.spaces.Discrete) else ""
@@ -151,19 +151,15 @@ def check_args(args: Args):
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
     tasks.check_drawing(args, state)
+    transitions = min(args.buffer_size, args.total_timesteps)
+    numbers = observation_dim + math.prod(actions.shape) + 1
+    check_memory(args, {
+        "--buffer-size": 4 * transitions * numbers,
+        "--batch-size": 4 * args.batch_size * (2 * observation_dim + 12 * HIDDEN),  # measured: 14
+        "HIDDEN": 4 * 14 * HIDDEN**2,  # five networks; three have gradients, two averages
+    })  # fmt: skip
     args.check_reward()
     return state
-
-
-def check_memory(args: Args, observation_dim: int) -> None:
-    """Raise UsageError if the replay buffer is larger than this machine's memory, as it may be for
-    pictures."""
-    size = 4 * observation_dim * min(args.buffer_size, args.total_timesteps)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if size > memory:
-        need = f"{size / 1e9:.0f} GB for observations of {observation_dim} numbers"
-        here = f"this machine has {memory / 1e9:.0f} GB"
-        raise UsageError(f"the replay buffer needs {need}, {here}: choose a smaller --buffer-size")
 
 
 class RunningNorm(nn.Module):
@@ -440,7 +436,6 @@ if __name__ == "__main__":
     pool = make_pool(draw, score, devices if needed else [], chunk)
     envs = make_vector_env(args)
     observation_dim = envs.single_observation_space.shape[0]
-    check_memory(args, observation_dim)
     say(*pool.wait_ready())
     run = Run(args)
 

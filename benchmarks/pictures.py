@@ -69,7 +69,7 @@ def looks(out: Path):
     for script, env_id in ((sac, "Humanoid-v5"), (dqn, "MountainCar-v0")):
         for textured in (False, True):
             args = script.Args(env_id=env_id, render_size=240, textured=textured)
-            _, state = tasks.describe_env(env_id, script.make_env(args))
+            _, state, _ = tasks.describe_env(env_id, script.make_env(args))
             frame = script.make_renderer(args).render(state[None])[0]
             cells.append(framed(frame, f"{env_id} --{'' if textured else 'no-'}textured"))
     Image.fromarray(grid(cells, 4)).save(out, optimize=True)

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 import egl_render
 from clip_reward import RunError, UsageError, message_of, one_line, scored_steps
 from environments import classic, own_render
-from training.run import children, stop_signals_blocked
+from training.run import children, free_memory, stop_signals_blocked
 from training.workers import TIMEOUT, failure
 from warp_render import WarpRenderer
 
@@ -73,16 +73,17 @@ def how_drawn(env_id: str) -> str:
     return f"{env_id} is drawn " + (f"by its own render(): {why}" if why else "from its states")
 
 
-def describe_env(env_id: str, make: Any) -> tuple[gym.Space, np.ndarray | None]:
-    """Make an environment, and step and draw it once -> the action space, and a state [S] float64,
-    None for a task that draws itself. Raises UsageError for whatever fails."""
+def describe_env(env_id: str, make: Any) -> tuple[gym.Space, np.ndarray | None, int]:
+    """Make an environment, and step and draw it once -> the action space, a state [S] float64, None
+    for a task that draws itself, and the size of an observation. Raises UsageError for whatever
+    fails."""
     with errors_of_task(env_id):
         env = make()
         env.reset(seed=0, options={"film": True})
         env.action_space.seed(0)
         info = env.step(env.action_space.sample())[-1]
         env.close()  # there may be a task of which there can be only one
-    return env.action_space, info.get("states")
+    return env.action_space, info.get("states"), env.observation_space.shape[0]
 
 
 def check_drawing(args: Any, state: np.ndarray | None) -> None:
@@ -231,6 +232,8 @@ def make_vector_env(args: Any, thunks: list) -> gym.vector.VectorEnv:
         tempfile.tempdir = "/tmp"
     # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
+    if 60_000_000 * len(thunks) > free_memory():  # of each, measured: 73 MB
+        raise UsageError(f"--num-envs {len(thunks)}: there is no memory for so many processes")
     before = set(multiprocessing.active_children())
     with stop_signals_blocked():
         modes |= {"context": "forkserver", "worker": environment_process, "copy": False}

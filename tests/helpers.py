@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -41,17 +42,20 @@ class PaintRenderer:
 
 
 class MeanReward(torch.nn.Module):
-    """The mean pixel, after `delay` seconds a call, or else `error` is raised. A file named after
-    its process and the first pixel is in `folder` from the beginning of a call."""
+    """The mean pixel, after `delay` seconds a call, or else `error` is raised, or the process
+    killed (`fatal`). A file named after its process and the first pixel is in `folder` from the
+    beginning of a call."""
 
-    def __init__(self, device, delay=0.0, folder=None, error=None):
+    def __init__(self, device, delay=0.0, folder=None, error=None, fatal=False):
         super().__init__()
-        self.delay, self.folder, self.error = delay, folder, error
+        self.delay, self.folder, self.error, self.fatal = delay, folder, error, fatal
 
     def forward(self, frames):
         if self.folder:
             (self.folder / f"{os.getpid()}_{frames.flatten()[0]}").touch()
         time.sleep(self.delay)
+        if self.fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.error:
             raise self.error
         return frames.float().mean(dim=(1, 2, 3))

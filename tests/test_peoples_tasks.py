@@ -140,7 +140,7 @@ def test_gymnasiums_own_tasks_are_drawn_from_states_when_they_are_tried_as_well(
 @pytest.mark.parametrize("task", BY_STATE)
 def test_a_task_whose_pictures_follow_from_states_is_drawn_from_them(task):
     args = args_for(task)
-    _, first = tasks.describe_env(args.env_id, sac.make_env(args))
+    _, first, _ = tasks.describe_env(args.env_id, sac.make_env(args))
     env = sac.make_env(args)()
     env.reset(seed=0)
     _, _, _, _, info = env.step(env.action_space.sample())

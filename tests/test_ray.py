@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import helpers
 import numpy as np
@@ -139,6 +140,61 @@ def test_a_node_may_go_and_another_come(tmp_path):
         assert all_at_work(pool, tmp_path, 1)
         cluster.add_node(num_cpus=2)
         assert wait_until(lambda: all_at_work(pool, tmp_path, 3), 60)
+
+
+POOL = """
+import functools, sys
+import numpy as np
+from helpers import MeanReward, PaintRenderer
+from training import run
+from training.workers import make_pool
+if __name__ == "__main__":
+    sys.excepthook = run.excepthook
+    make_reward = functools.partial(MeanReward, delay=0.2)
+    pool = make_pool(PaintRenderer, make_reward, ["ray:2"], 2)
+    while True:
+        pool.score(np.arange(4.0)[:, None])
+        print("scored", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_of_this_machine_ends_with_the_run_and_the_run_with_its_raylet(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    environment = helpers.environment()
+    environment.pop("RAY_ADDRESS", None)
+
+    def start():
+        process = subprocess.Popen(
+            [sys.executable, tmp_path / "pool.py"],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+            **{"env": environment, "start_new_session": True},
+        )
+        assert process.stdout.readline() == "scored\n"
+        return process, helpers.descendants(process.pid)
+
+    process, started = start()
+    process.kill()
+    assert len(started) < 12 and wait_until(lambda: helpers.gone(started), 100)
+    process, started = start()
+    (raylet,) = (
+        pid
+        for pid in started
+        if b"raylet/raylet\0" in Path(f"/proc/{pid}/cmdline").read_bytes()[:300]
+    )
+    os.kill(raylet, signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert errors.endswith("error: Ray has ended on this machine\n") and process.returncode == 1
+    assert wait_until(lambda: helpers.gone(started), 100)
+
+
+@pytest.mark.slow
+def test_a_job_that_ends_every_actor_ends_the_run(cluster, tmp_path):
+    make_reward = functools.partial(MeanReward, folder=tmp_path, fatal=True)
+    pool = make_pool(PaintRenderer, make_reward, ["ray:1"])
+    with pytest.raises(RunError, match="^4 Ray actors in a row were lost$"):
+        pool.score([[3.0]])
+    pool.close()
 
 
 def actor_at_work():

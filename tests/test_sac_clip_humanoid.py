@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from pathlib import Path
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -13,10 +14,11 @@ from helpers import KNEELING, TINY, checkpoint, only_run, rings, run, scalars
 from PIL import Image
 
 import clip_reward
+import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from clip_reward import UsageError
 from environments import classic, judges, tasks
-from training.run import load_args
+from training.run import free_memory, load_args
 
 MOUNTAIN_CAR = "MountainCarContinuous-v0"
 
@@ -387,10 +389,45 @@ def test_boxes_of_all_kinds_are_acted_in_or_refused(shape, kind):
         np.testing.assert_allclose(action, end, atol=1e-6)
 
 
-def test_a_replay_buffer_that_is_larger_than_the_memory_is_refused():
-    args = sac.Args(target_prompt=("words",))
-    sac.check_memory(args, 348)
-    args.total_timesteps = args.buffer_size = 10**9
-    problem = "needs 110592 GB for observations of 27648 numbers, this machine has"
-    with pytest.raises(UsageError, match=problem):
-        sac.check_memory(args, 96 * 96 * 3)
+@pytest.mark.parametrize("script", [sac, dqn], ids=["sac", "dqn"])
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("buffer_size", 10**9),
+        ("buffer_size", 10**30),
+        ("batch_size", 10**7),
+        ("render_size", 8192),
+        ("episode_length", 10**6),
+        ("HIDDEN", 10**6),
+    ],
+)
+def test_what_is_larger_than_the_memory_is_refused(script, flag, value, monkeypatch):
+    monkeypatch.setattr("training.run.free_memory", lambda: 10**10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    flags = {"total_timesteps": 10**12, "num_envs": 1, "buffer_size": 10**6, "clip_model": TINY}
+    if flag == "HIDDEN":
+        monkeypatch.setattr(script, flag, value)
+    else:
+        flags |= {flag: value, "reward_devices": ("cpu",)}
+        flags |= {"reward": "ground-truth"} if flag == "episode_length" else {}
+    name = {"episode_length": "--render-size, --video-freq"}.get(flag, flag.replace("_", "-"))
+    message = f"{name}.*: [0-9,.]+ GB are needed, 10.0 GB are free$"
+    with pytest.raises(UsageError, match=message):
+        script.check_args(script.Args(target_prompt=("words",), **flags))
+
+
+def test_memory_is_what_a_container_may_use(monkeypatch):
+    """The kernel's files say so, of its group or of one around that."""
+    files = {
+        "/proc/self/cgroup": "0::/job/step\n",
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   8000000 kB\n",
+        "/sys/fs/cgroup/job/memory.max": "3000000000\n",
+        "/sys/fs/cgroup/job/step/memory.max": "max\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    monkeypatch.setattr(Path, "is_file", lambda path: str(path) in files)
+    assert free_memory() == 3_000_000_000
+    files["/sys/fs/cgroup/job/memory.max"] = "max\n"
+    assert free_memory() == 8_192_000_000
+    files["/proc/self/cgroup"] = "9:memory:/\n"
+    assert free_memory() == 8_192_000_000

@@ -19,7 +19,7 @@ def connect_to_ray():
         raise UsageError('--reward-devices ray needs Ray: pip install ".[ray]"') from None
     if not ray.is_initialized():
         try:
-            ray.init(logging_level="error", log_to_driver=False)
+            ray.init(logging_level="error", log_to_driver=False, include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = "the address is RAY_ADDRESS, or was left by `ray start` (`ray stop` removes it)"
             raise UsageError(f"--reward-devices ray: {message_of(error)}; {where}") from error
@@ -52,28 +52,25 @@ LOAD = ("Ray actor", "load")  # a job with a name in place of a number
 class RayPool(workers.Pool):
     """A Pool of Ray actors: for "ray:N" N of them, for "ray" one per GPU of the cluster (per CPU if
     it has no GPU), also on nodes that join later. The least busy one gets the next job, at most two
-    each. Ray starts lost actors again where there is room; their jobs go to whoever is free."""
+    each. A lost one is replaced where there is room; whoever is free does its jobs again."""
 
     def _start(self, make_renderer, make_reward, devices):
         self.ray, self.kind = connect_to_ray()
         self.count = int(devices[0][4:] or 0)
+        self.node = self.ray.get_runtime_context().get_node_id()
         device = "cuda:0" if self.kind == "GPU" else "cpu"  # the one GPU that Ray lets it see
         self.setup = make_renderer, make_reward, device
         self.jobs, self.answers = deque(), deque()
-        self.loaded, self.calls = set(), {}  # actors; {call: (actor, its job)}
+        self.calls, self.lost = {}, 0  # {call: (actor, its job)}; actors lost since the last answer
         self._grow()
 
     def _grow(self):
         """Start missing actors: N, or as many as the cluster has room for."""
-        options = {"max_restarts": -1, f"num_{self.kind.lower()}s": 1}
         count = self.count or int(self.ray.cluster_resources().get(self.kind, 0))
         while len(self.workers) < count:
-            self.workers.append(self.ray.remote(**options)(Actor).remote(*self.setup))
-            self._load(self.workers[-1])
-
-    def _load(self, actor):
-        call = actor.call.options(max_task_retries=-1).remote("load")
-        self.calls[call] = actor, LOAD
+            make = self.ray.remote(**{f"num_{self.kind.lower()}s": 1})(Actor)
+            self.workers.append(make.remote(*self.setup))
+            self.calls[self.workers[-1].call.remote("load")] = self.workers[-1], LOAD
 
     def wait_ready(self):
         while not self.lines:
@@ -97,15 +94,19 @@ class RayPool(workers.Pool):
                 self._pump(1)
                 if self.answers:
                     return self.answers.popleft()
+                alive = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
+                if self.node not in alive:  # no actor of ours lives on
+                    raise RunError("Ray has ended on this machine")
             for actor in {actor for actor, job in self.calls.values() if job is not LOAD}:
-                self.ray.kill(actor, no_restart=False)  # perhaps it hangs: the others are idle
+                self.ray.kill(actor)  # perhaps it hangs: the others are idle
         problem = f"no answer from Ray's actors for {2 * workers.TIMEOUT} s"
         raise RunError(f"{problem}; is there room for them in the cluster?")
 
     def _pump(self, seconds):
         """Hand out jobs and wait at most so long for an answer."""
         busy = Counter(actor for actor, _ in self.calls.values())
-        while self.jobs and (free := [actor for actor in self.loaded if busy[actor] < 2]):
+        busy.update(actor for actor, job in self.calls.values() if job is LOAD)  # counts for two
+        while self.jobs and (free := [actor for actor in self.workers if busy[actor] < 2]):
             actor, job = min(free, key=busy.__getitem__), self.jobs.popleft()
             self.calls[actor.call.remote(*job[1:])] = actor, job
             busy[actor] += 1
@@ -114,17 +115,19 @@ class RayPool(workers.Pool):
             actor, job = self.calls.pop(answer)
             try:
                 self.answers.append((job[0], self.ray.get(answer)))
-                if job is LOAD:
-                    self.loaded.add(actor)
+                self.lost = 0 if job is not LOAD else self.lost
             except self.ray.exceptions.RayTaskError as error:
                 self.answers.append((job[0], error.cause))
             except self.ray.exceptions.RayError as error:
                 if job is not LOAD:
                     self.jobs.appendleft(job)
-                if job is LOAD or actor in self.loaded:
+                if actor in self.workers:  # the first of its calls to be lost
                     run.warn(f"a Ray actor is gone ({message_of(error)}); its jobs are done again")
-                    self.loaded.discard(actor)
-                    self._load(actor)
+                    self.workers.remove(actor)
+                    self.lost += 1
+                    if self.lost > 2 * len(self.workers) + 3:  # perhaps a job ends its process
+                        raise RunError(f"{self.lost} Ray actors in a row were lost") from error
+                    self._grow()
 
     def close(self):
         for actor in self.workers:

@@ -96,6 +96,33 @@ CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's pag
 }
 
 
+def free_memory():
+    """Return the bytes that are free on this machine, at most what a container or job may use."""
+    group = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("0::/")[2][:-1])
+    files = [folder / "memory.max" for folder in (group, *group.parents)]
+    limits = [path.read_text() for path in files if path.is_file()]
+    free = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
+    return min([1024 * int(free[1]), *(int(limit) for limit in limits if limit[0] != "m")])
+
+
+def check_memory(args, needs):
+    """Raise UsageError if a run needs more memory than is free: {flag: bytes} of the learner on its
+    device, or the pictures that the workers of this machine and a video hold at once."""
+    picture = 3 * args.frame_size**2
+    chunk = min(args.clip_batch_size, args.num_envs * args.episode_length) * len(args.devices())
+    pictures = {
+        "--render-size, --clip-batch-size": picture * chunk * (args.reward == "clip"),
+        "--render-size, --video-freq": picture * args.episode_length * (args.video_freq > 0),
+    }
+    gpu = torch.cuda.is_available()
+    there = torch.cuda.mem_get_info()[0] if gpu else free_memory()
+    for sizes, free in ((needs, there), (pictures, free_memory())):
+        if sum(sizes.values()) > free:
+            most = max(sizes, key=sizes.get)
+            problem = f"{sizes[most] / 1e9:,.1f} GB are needed, {free / 1e9:,.1f} GB are free"
+            raise UsageError(f"{most}: {problem}")
+
+
 def run_folder(name):
     """Return the folder of a run: `name` itself, the only run in it, or for "latest" the newest run
     below runs/. Raises UsageError."""
