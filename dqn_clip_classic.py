@@ -276,7 +276,7 @@ if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     state = check_args(args)
     T, N = args.episode_length, args.num_envs
-    use_clip = args.reward == "clip"
+    use_clip = args.reward != "ground-truth"
     scored = clip_reward.scored_steps(T, args.score_every)
     drawn_from = "frames" if state is None else "states"  # of `infos`
     judge = judges.episode_judge(args.judge, args.env_id, args.target_prompt, state)

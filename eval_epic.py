@@ -305,6 +305,8 @@ class Label(OnDataset):
     task's words, instead; for poses that are rare in the dataset"""
     seed: NonNegativeInt = 0
     """seed of the random order"""
+    port: Annotated[int, Interval(ge=0, le=65535)] = 0
+    """port of the page on 127.0.0.1; 0: a free one"""
     by: str | None = None
     """a vision-language model that answers, by its server's name for it. Its key, if it needs one,
     is read from OPENAI_API_KEY"""
@@ -344,7 +346,7 @@ class Label(OnDataset):
             vlm.ask(session, session.todo(), self.by, self.url, session.answer)
             say(f"{len(session.order) - len(session.todo())} labels are in {session.path}")
         else:
-            label_page.serve(session)
+            label_page.serve(session, self.port)
 
 
 @dataclass(kw_only=True)

@@ -13,9 +13,11 @@ about style (where the arms are while it kneels, how straight it stands, whether
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 import runpy
+import sys
 import tomllib
 import traceback
 from collections.abc import Callable
@@ -311,13 +313,22 @@ def _where(error):
 
 def _own_task(spec):
     path, _, name = spec.rpartition(":")
+    if not os.path.isfile(path):
+        raise UsageError(f"--judge {spec}: there is no file {path}; expected FILE.py:FUNCTION")
+    # a file that is imported already, because the task is in it, is not run twice
+    modules = [getattr(module, "__dict__", {}) for module in [*sys.modules.values()]]
+    loaded = [names for names in modules if names.get("__file__") == os.path.abspath(path)]
     try:
-        function = runpy.run_path(path)[name]
+        names = loaded[0] if loaded else runpy.run_path(path)
     except (Exception, SystemExit) as error:  # whatever somebody's file raises
         problem = f"{_where(error)}; expected FILE.py:FUNCTION"
         raise UsageError(f"--judge {spec}: {problem}") from error
-    if not callable(function):
-        raise UsageError(f"--judge {spec}: {name} is not a function")
+    if not callable(function := names.get(name)):
+        functions = [x for x in names.values() if inspect.isfunction(x)]
+        own = [x.__name__ for x in functions if x.__module__ == names["__name__"]]
+        there = " or ".join(f"--judge {path}:{each}" for each in own)
+        there = f"type {there}" if there else "it has none"
+        raise UsageError(f"--judge {spec}: {name} is not a function in that file; {there}")
 
     def judge(states):
         try:

@@ -17,7 +17,14 @@ import numpy as np
 from PIL import Image, ImageOps
 
 import egl_render
-from clip_reward import RunError, UsageError, message_of, one_line, scored_steps
+from clip_reward import (
+    RunError,
+    UsageError,
+    message_of,
+    one_line,
+    render_size_of,
+    scored_steps,
+)
 from environments import classic, own_render
 from training.run import children, free_memory, stop_signals_blocked
 from training.workers import TIMEOUT, failure
@@ -52,6 +59,9 @@ def errors_of_task(env_id: str) -> Any:
             place = traceback.extract_tb(cause.__traceback__)[-1]
             problem = one_line(cause) if str(cause) else repr(place.line)
             problem += f" ({os.path.basename(place.filename)}, line {place.lineno})"
+        if isinstance(cause, gym.error.UnregisteredEnv):
+            own = f"For a task of your own type --env-id MODULE:{env_id}, which imports MODULE.py"
+            problem += f" {own}" if ":" not in env_id else " The module has to register it"
         raise UsageError(f"--env-id {env_id}: {problem}") from error
 
 
@@ -87,13 +97,18 @@ def describe_env(env_id: str, make: Any) -> tuple[gym.Space, np.ndarray | None, 
 
 
 def check_drawing(args: Any, state: np.ndarray | None) -> None:
-    """Raise UsageError for flags that mean nothing for a task with this `state`."""
+    """Raise UsageError for flags that mean nothing for a task with this `state`, and warn of a
+    --render-size other than the one that a model's folder names."""
     if args.judge and state is None:
         raise UsageError(f"--judge: {args.env_id} has no states to judge")
     if state is None or args.env_id in classic.TASKS:
         for name in egl_render.CAMERA_VALUES:
             if getattr(args, f"camera_{name}") not in (None, ()):
                 raise UsageError(f"--camera-{name}: {args.env_id} has no camera")
+    size, suits = args.render_size, render_size_of(args.clip_model)
+    if args.reward == "clip" and size and suits not in (480, size):  # 480: it names none
+        model = args.clip_model.removeprefix("local-dir:")
+        warn(f"--render-size {size}: {model} is made for {suits}, which it gets without this flag")
 
 
 def own_picture(env: gym.Env, size: int, shape: tuple | None = None) -> np.ndarray:
@@ -132,7 +147,7 @@ class EndlessEpisodes(gym.Wrapper):
         self.frame_size = args.frame_size
         self.frame_shape: Any = None  # of the first
         steps = scored_steps(args.episode_length, args.score_every)
-        self.rendered = steps if args.reward == "clip" else []
+        self.rendered = [] if args.reward == "ground-truth" else steps
 
     def call(self, method, *args, **kwargs):
         try:
@@ -188,7 +203,7 @@ def make_endless(args: Any, by_state: bool, filmed: bool = False, **kwargs: Any)
         env = classic.TASKS[args.env_id](env)
     else:
         egl_render.quiet_mujoco()
-        if not by_state and (args.reward == "clip" or args.video_freq):
+        if not by_state and (args.reward != "ground-truth" or args.video_freq):
             kwargs["render_mode"] = "rgb_array"
         try:  # True would make v4 tasks pay the healthy reward in every state
             env = make_task(args.env_id, terminate_when_unhealthy=False, **kwargs)

@@ -43,7 +43,7 @@ def play_runs(chosen, episodes, judge, own):
     paths = [checkpoint_paths(folder, [name]) for folder, name in chosen]
     played = {}
     for (folder, name), args, path in zip(chosen, all_args, paths):
-        kind = "ground truth" if args.reward == "ground-truth" else args.clip_model
+        kind = args.clip_model if args.reward == "clip" else args.reward
         name = f"{folder.resolve().name} ({kind}, {name})"
         played[name] = play(args, path, episodes, key=(0, 3))
     run, checkpoint = chosen[0]

@@ -136,11 +136,14 @@ HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """The page on a free port of 127.0.0.1, as `url` says. Its pictures are drawn by `scorer` in
-    the executor `drawing`."""
+    """The page on a port of 127.0.0.1 (0: a free one), as `url` says. Its pictures are drawn by
+    `scorer` in the executor `drawing`."""
 
-    def __init__(self, session, drawing, scorer):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, session, drawing, scorer, port=0):
+        try:
+            super().__init__(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise UsageError(f"--port {port}: {error.strerror}") from error
         self.session, self.path = session, f"/{secrets.token_urlsafe()}"
         self.url = f"http://127.0.0.1:{self.server_port}{self.path}"
         task, unit = session.task, session.unit
@@ -213,15 +216,17 @@ class Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-def serve(session):
+def serve(session, port=0):
     """Serve the page until Ctrl-C."""
     total, dataset = len(session.order), session.dataset
     say(f"labelling {session.unit}s of {dataset.path} for {session.task.name}: "
         f"{len(session.answers)} of {total} are done; starting")  # fmt: skip
     with ThreadPoolExecutor(1) as drawing:  # a GL context belongs to one thread
         pictures = drawing.submit(make_scorer, dataset.args).result()
-        with PageServer(session, drawing, pictures) as server:
+        with PageServer(session, drawing, pictures, port) as server:
             say(f"open {server.url} and answer by key; Ctrl-C ends")
+            ssh = f"ssh -NL {server.server_port}:127.0.0.1:{server.server_port} THIS_MACHINE"
+            say(f"for a browser on another machine, first type there: {ssh}")
             with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
         drawing.submit(pictures.close).result()

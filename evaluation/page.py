@@ -71,7 +71,8 @@ def write_page(folder):
         total, prompts, judge = (flags[x] for x in ("total_timesteps", "target_prompt", "judge"))
         task, head = flags["env_id"], without_hash(flags.get("reward_head", ""))
         goal = ", ".join([*prompts, *flags["target_image"], *filter(None, [head])])
-        goal = goal if flags["reward"] == "clip" else f"the reward of {task} itself"
+        others = {"clip": goal, "ground-truth": f"the reward of {task} itself"}
+        goal = others.get(flags["reward"], flags["reward"])
         resume = ["python", Path(flags["script"]).name, "--resume", str(folder)]
         if steps >= total:
             resume += ["--total-timesteps", str(2 * total)]

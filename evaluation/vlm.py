@@ -39,7 +39,7 @@ def ask(session, indices, model, url, use):
     try:
         import openai
     except ImportError as error:
-        raise UsageError("--by needs the openai client: pip install '.[vlm]'") from error
+        raise UsageError('--by needs the openai client: pip install ".[vlm]"') from error
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not key.isascii():
         raise UsageError("OPENAI_API_KEY has characters that no key has")

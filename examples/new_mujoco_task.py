@@ -42,7 +42,7 @@ class Lamp(MujocoEnv):
     metadata = {"render_modes": modes, "render_fps": 20}
 
     def __init__(self, **kwargs):
-        space = gym.spaces.Box(-np.inf, np.inf, (6,))
+        space = gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
         view = {"distance": 2.6, "azimuth": 90.0, "elevation": -8.0, "lookat": (0.0, 0.0, 0.5)}
         super().__init__(XML, 5, space, default_camera_config=view, **kwargs)
 

@@ -9,8 +9,10 @@ level of a module, with its settings bound by functools.partial. (With several c
 pixelwise distance to a picture of the goal, and a small head on CLIP's embeddings, as aesthetic
 scores use.
 
-To learn from one, copy a script and replace the line that makes its reward (docs/new_task.md):
+To learn from one, copy a script, name the reward in Args, and replace the line that makes it
+(docs/new_task.md):
 
+    reward: str = "goal-distance"
     score = functools.partial(GoalDistance, goal=goal)
 """
 

@@ -468,7 +468,7 @@ def test_success_of_a_good_and_a_bad_policy_side_by_side(runs, capsys):
     out = capsys.readouterr().out
     assert "success 100 % (12 of 12 episodes), 95 % interval 76 to 100 %" in out
     assert "success 0 % (0 of 12 episodes), 95 % interval 0 to 24 %" in out
-    assert "ground truth" in out and "successful steps 100 %" in out
+    assert "ground-truth" in out and "successful steps 100 %" in out
     assert f"judged video: {folder}/episodes.mp4" in out
     assert f"contact sheet: {folder}/contact_sheet.png" in out
     text = (folder.parent / "index.html").read_text()

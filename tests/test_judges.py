@@ -225,7 +225,9 @@ def test_a_judge_by_name_or_from_ones_own_file(tmp_path):
         judges.find_task(f"{path}:heights", None).judge(np.zeros((2, 3)))
     with pytest.raises(UsageError, match="mine.py:number: number is not a function"):
         judges.find_task(f"{path}:number", None)
-    for spec in (f"{path}:low", f"{tmp_path}/none.py:high", f"{tmp_path}:high"):
+    with pytest.raises(UsageError, match="low is not .* type --judge .*mine.py:high or --judge"):
+        judges.find_task(f"{path}:low", None)
+    for spec in (f"{tmp_path}/none.py:high", f"{tmp_path}:high"):
         with pytest.raises(UsageError, match="expected FILE.py:FUNCTION"):
             judges.find_task(spec, None)
 

@@ -291,6 +291,8 @@ def test_only_the_page_itself_can_read_and_press(frames, tmp_path):
         ThreadPoolExecutor(1) as drawing,
         label_page.PageServer(session, drawing, scorer) as server,
     ):
+        with pytest.raises(UsageError, match=f"--port {server.server_port}: .* in use"):
+            label_page.PageServer(session, drawing, scorer, server.server_port)
         Thread(target=server.serve_forever, daemon=True).start()
         here, path = f"127.0.0.1:{server.server_port}", urlsplit(server.url).path
 

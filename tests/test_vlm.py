@@ -248,7 +248,7 @@ def test_what_fails_for_good_ends_in_one_line_and_keeps_the_answers(
     assert "--by is about frames" in refused(unit="episode")
     assert "need --by" in refused(by=None)
     monkeypatch.setitem(sys.modules, "openai", None)  # as if it were not installed
-    assert "pip install '.[vlm]'" in refused()
+    assert 'pip install ".[vlm]"' in refused()
 
 
 def test_an_answer_that_a_person_gives_meanwhile_stays(frames, server, tmp_path):

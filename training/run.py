@@ -450,7 +450,7 @@ class Run:
         if not self.resumed:
             module = torch.nn.Module
             parts = {name: part for name, part in parts.items() if isinstance(part, module)}
-        elif self.args.reward == "clip" and look != restored.get("look", look):
+        elif self.args.reward != "ground-truth" and look != restored.get("look", look):
             were = f"the run's pictures were drawn by {restored['look']}, these by {look}"
             raise UsageError(f"{were}: choose with --renderer")
         try:
