@@ -420,7 +420,7 @@ if __name__ == "__main__":
             frames = np.stack([states[0] for states in pictured])  # the first environment's episode
             frames = frames[valid[: len(frames), 0]]
             if drawn_from == "states":
-                frames = pool.render(frames, size=600)
+                frames = pool.render(frames, size=240)
             run.video(frames, envs.metadata.get("render_fps"))
 
     run.save(saved)  # a stopped run, too

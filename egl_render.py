@@ -558,7 +558,7 @@ def write_video(path: str | Path, frames: np.ndarray, fps: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     even = frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]
     partial = path.with_name(".partial.mp4")
-    options: dict = {"fps": fps, "macro_block_size": 2, "quality": 8, "ffmpeg_log_level": "quiet"}
+    options: dict = {"fps": fps, "macro_block_size": 2, "quality": 6, "ffmpeg_log_level": "quiet"}
     try:
         imageio.mimwrite(partial, list(even), format="FFMPEG", **options)
     except ImportError as error:

@@ -546,7 +546,7 @@ if __name__ == "__main__":
         if pictured and film:
             frames = np.stack([states[0] for states in pictured])  # the first environment's episode
             if drawn_from == "states":
-                frames = pool.render(frames, size=max(240, args.frame_size))
+                frames = pool.render(frames, size=240)
             run.video(frames, envs.metadata.get("render_fps"))
 
     run.save(saved)  # a stopped run, too

@@ -554,9 +554,10 @@ class Run:
         try:
             egl_render.write_video(path, frames, fps)
             moments = frames[np.linspace(0, len(frames) - 1, 5).astype(int)]
-            Image.fromarray(np.concatenate(list(moments), 1)).save(path.with_suffix(".png"))
-            # at most a megabyte: some 25 frames of 128 pixels
-            every, thin = -(-len(frames) // 25), -(-frames.shape[1] // 128)
+            sheet = Image.fromarray(np.concatenate(list(moments), 1)).quantize(128)
+            sheet.save(path.with_suffix(".png"))
+            # a third of a megabyte each, so that ten million steps take less than 100 MB
+            every, thin = -(-len(frames) // 20), -(-frames.shape[1] // 80)
             gif = frames[::every, ::thin, ::thin]
             egl_render.add_video(self.writer, "videos/rollout", gif, self.step, fps / every)
         except Exception as error:  # whatever an encoder raises
