@@ -1,6 +1,7 @@
 """Draw README's pictures: learned policies in motion, and what CLIP is shown.
 
     python benchmarks/pictures.py film runs/KNEELING runs/CARTPOLE --out docs/learned.webp
+    python benchmarks/pictures.py moments runs/SEED_1 runs/SEED_2 runs/SEED_3 --out docs/heels.webp
     python benchmarks/pictures.py looks --out docs/looks.png
 
 Neither needs a GPU or a display.
@@ -8,6 +9,7 @@ Neither needs a GPU or a display.
 
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -59,6 +61,25 @@ def film(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path):
     say(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 
+def moments(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path):
+    """Draw an episode of each run's best.pt in a row: its middle, three quarters and end.
+
+    Args:
+        runs: folders of runs.
+        out: .webp or .png to write.
+    """
+    cells = []
+    for folder in map(run_folder, runs):
+        args = load_run(folder)
+        args.camera_distance = 2.5
+        data = play(args, checkpoint_paths(folder, ["best"]), 1, (args.seed, 3))
+        steps = len(data) * np.arange(2, 5) // 4
+        with closing(make_scorer(args, cameras=1)) as scorer:
+            frames = scorer.render(data.states[steps - 1], 180)
+        cells += [framed(x, f"seed {args.seed}, step {t}") for x, t in zip(frames, steps)]
+    Image.fromarray(grid(cells, 3)).save(out, quality=80)
+
+
 def looks(out: Path):
     """Draw a state of two tasks with --no-textured and with --textured.
 
@@ -67,16 +88,17 @@ def looks(out: Path):
     """
     cells = []
     for script, env_id in ((sac, "Humanoid-v5"), (dqn, "MountainCar-v0")):
-        for textured in (False, True):
+        for textured, look in ((False, "with --no-textured"), (True, "as CLIP sees it")):
             args = script.Args(env_id=env_id, render_size=240, textured=textured)
             _, state, _ = tasks.describe_env(env_id, script.make_env(args))
             frame = script.make_renderer(args).render(state[None])[0]
-            cells.append(framed(frame, f"{env_id} --{'' if textured else 'no-'}textured"))
+            cells.append(framed(frame, f"{env_id} {look}"))
     Image.fromarray(grid(cells, 4)).save(out, optimize=True)
 
 
 if __name__ == "__main__":
     try:
-        tyro.extras.subcommand_cli_from_dict({"film": film, "looks": looks}, description=__doc__)
+        commands = {"film": film, "moments": moments, "looks": looks}
+        tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     except UsageError as error:
         sys.exit(f"error: {error}")

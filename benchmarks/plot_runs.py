@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from reward_head import without_hash
-from training.run import RESUME_MAY_CHANGE
+from training.run import CURVES, RESUME_MAY_CHANGE
 
 # where, how fast and until when, but not what is learned
 ELSEWHERE = RESUME_MAY_CHANGE | {"seed"}
@@ -66,6 +66,7 @@ def main(
     scalar: str = "charts/clip_reward",
     last: int = 10,
     title: str = "",
+    names: tuple[str, ...] = (),
     out: Path | None = None,
 ) -> None:
     """Print how the runs ended, and draw them if --out is given.
@@ -75,6 +76,7 @@ def main(
         scalar: which scalar
         last: how many values at the end to average
         title: written above the picture
+        names: of the groups, in the order of their first runs
         out: PNG to write
     """
     curves = {run: read(run, scalar) for run in runs}
@@ -82,8 +84,10 @@ def main(
         end = f"mean of the last {last}: {values[-last:].mean():.4g}"
         print(f"{run.name}: {steps[-1]:,.0f} steps, {end}, largest {values.max():.4g}")
     figure = Figure((6.5, 4), layout="constrained")
+    words = {tags[0]: words for words, tags in CURVES.items()}
     axes = figure.subplots()
-    for number, (name, members) in enumerate(groups_of(runs).items()):
+    for number, (group, members) in enumerate(groups_of(runs).items()):
+        name = names[number] if names else group
         ends = np.array([[curves[run][1][-last:].mean()] for run in members])
         mean, low, high = (float(x[0]) for x in interval(ends))
         band = f"{low:.4g} to {high:.4g}" if len(members) > 1 else "none"
@@ -94,8 +98,10 @@ def main(
         for run in members:
             axes.plot(*curves[run], lw=0.6, alpha=0.4, color=f"C{number}")
         axes.fill_between(grid, low, high, color=f"C{number}", alpha=0.2, lw=0)
-        axes.plot(grid, mean, lw=2, color=f"C{number}", label=f"{name} ({len(members)} runs)")
-    axes.set(xlabel="environment steps", ylabel=scalar, title=title)
+        axes.plot(
+            grid, mean, lw=2, color=f"C{number}", label=f"{name}: mean of {len(members)} runs"
+        )
+    axes.set(xlabel="environment steps", ylabel=words.get(scalar, scalar), title=title)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center")
     if out:
         figure.savefig(out, dpi=130)

@@ -31,6 +31,7 @@ from warp_render import WarpRenderer
 
 MESA = {"__EGL_VENDOR_LIBRARY_FILENAMES": "/usr/share/glvnd/egl_vendor.d/50_mesa.json"}
 WAYS = {"egl": ("egl", {}), "Mesa": ("egl", MESA), "warp": ("warp", {})}  # environment variables
+WORDS = {"egl": "EGL", "Mesa": "EGL by Mesa", "warp": "MuJoCo Warp"}
 
 
 @dataclass
@@ -100,7 +101,9 @@ def main(args):
                 continue
         first = first or rewards[args.precisions[0]]
         shown = frames[:: args.per_task].repeat(enlarge, 1).repeat(enlarge, 2)
-        rows += [figures.framed(frame, name) for frame in shown]
+        rows.append(
+            figures.grid([figures.framed(frame, WORDS[name]) for frame in shown], len(shown))
+        )
         for precision, values in rewards.items():
             epic = max(metrics.epic_distance(a, b) for a, b in zip(values, first, strict=True))
             most = float(np.abs(np.stack(values) - np.stack(first)).max())
@@ -110,7 +113,12 @@ def main(args):
     if args.json:
         args.json.write_text(json.dumps(table, indent=2))
     if args.out:
-        Image.fromarray(figures.grid(rows, len(shown))).save(args.out)
+        from tiny_clip import poses  # imports mujoco
+
+        empty = np.full((1, *shown.shape[2:]), 255, np.uint8)
+        titles = [figures.framed(empty, task.replace("_", " ")) for task in poses.TASKS]
+        titles = figures.grid(titles, len(titles))
+        Image.fromarray(np.concatenate([titles, *rows])).save(args.out)
 
 
 if __name__ == "__main__":

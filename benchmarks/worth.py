@@ -27,6 +27,8 @@ from environments import judges
 from evaluation import compare, datasets
 from tiny_clip.data import facing_columns
 
+NUMBERS = {"auc": "AUC", "epic": "EPIC distance", "gap": "gap to hacked states"}
+
 
 def weights_of(commit, folder):
     """Write tiny_clip as it was at a commit to a folder -> its name for --clip-model."""
@@ -35,6 +37,20 @@ def weights_of(commit, folder):
         command = ["git", "-C", ROOT, "show", f"{commit}:tiny_clip/{name}"]
         (folder / name).write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
     return f"local-dir:{folder}"
+
+
+def draw(rows, out):
+    """Draw the success of the policies against AUC, EPIC distance and gap."""
+    figure = Figure((11, 3.4), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    for ax, (name, words) in zip(axes, NUMBERS.items()):
+        for task in judges.HUMANOID:
+            points = [(float(r[name]), float(r["success"])) for r in rows if r["task"] == task]
+            ax.plot(*zip(*points), "o", alpha=0.7, label=task.replace("_", " "))
+        ax.set(xlabel=f"{words}, before training")
+    axes[0].set(ylabel="success after training, %")
+    figure.legend(*ax.get_legend_handles_labels(), frameon=False, loc="outside right")
+    figure.savefig(out, dpi=90)
 
 
 def main(out: Annotated[Path, tyro.conf.arg(help="the figure")]):
@@ -51,17 +67,10 @@ def main(out: Annotated[Path, tyro.conf.arg(help="the figure")]):
             model, goal = RewardArgs(clip_model=name), (row["prompt"],)
             cameras, every = [tuple(range(len(args.camera_azimuth)))], np.arange(len(data))
             (found,) = compare.compare(data, every, truth, [model], [goal], [0.0], cameras, 2)
-            row |= {name: f"{found[name]:.4f}" for name in ("auc", "epic", "gap")}
+            row |= {name: f"{found[name]:.4f}" for name in NUMBERS}
             print(row["task"], row["weights"], row["success"], row["auc"], row["epic"], row["gap"])
     datasets.write_csv(compare.WORTH, list(rows[0]), rows)
-    figure = Figure((11, 3.4), layout="constrained")
-    for ax, name in zip(figure.subplots(1, 3, sharey=True), ("auc", "epic", "gap")):
-        for task in judges.HUMANOID:
-            points = [(float(r[name]), float(r["success"])) for r in rows if r["task"] == task]
-            ax.plot(*zip(*points), "o", alpha=0.7, label=task)
-        ax.set(xlabel=name, ylabel="success, %")
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside right")
-    figure.savefig(out, dpi=90)
+    draw(rows, out)
     compare.say_worth()
 
 

@@ -106,8 +106,10 @@ def prompts(data, task, labels, reward, out, judge=None):
     shown = np.concatenate([np.resize(part[:10], 10) for part in chosen])
     with closing(make_scorer(data.args)) as scorer:
         frames = scorer.render(data.states[rows[shown]], 120)
-    words = (f"{x:.3f}" for x in best["rewards"][shown])
-    figures.write_sheet(out / "states.png", map(figures.framed, frames, words, good[shown]))
+    words = (f"reward {x:.3f}" for x in best["rewards"][shown])
+    title = "Green: good, red: not good. Rows: highest rewards; highest of not good; lowest of good"
+    cells = map(figures.framed, frames, words, good[shown])
+    figures.write_sheet(out / "states.png", cells, title=title)
     say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png (by the best row, ten states")
     say("each: highest rewards, highest of those not good, lowest of the good)")
     found = {"target_prompt": best["prompt"], "reward_alpha": best["reward_alpha"]}
@@ -190,7 +192,7 @@ def landscape(reward, render_size, out):
                 )
                 rescaled = (along - along.min()) / (np.ptp(along) or 1)
                 ax.plot(values, rescaled, lw=1.4, label=f"alpha {alpha:g}")
-            ax.axvline(goal, color="tab:red", ls="--", lw=1)
+            ax.axvline(goal, color="black", ls="--", lw=1, label="goal")
             ax.set(title=title, xlabel=label, ylabel="reward, rescaled")
             ax.locator_params(nbins=6)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,13 @@ def framed(picture, caption, good=None):
     return np.asarray(out)
 
 
+def titled(picture, words):
+    """Return a picture [H, W, 3] uint8 with a line of text above it: [H', W, 3] uint8."""
+    line = Image.new("RGB", (picture.shape[1], LINE + 2 * BORDER), "white")
+    ImageDraw.Draw(line).text((BORDER, BORDER), words, fill="black")
+    return np.concatenate([np.asarray(line), picture])
+
+
 def grid(cells, columns):
     """Lay out pictures [N, H, W, 3] uint8 in rows of `columns`, filled with white: [H', W', 3]."""
     white = np.full_like(cells[0], 255)
@@ -38,9 +45,10 @@ def grid(cells, columns):
     return np.concatenate([np.concatenate(row, 1) for row in rows])
 
 
-def write_sheet(path, cells, columns=10):
-    """Write a contact sheet of pictures as from `framed`, as PNG."""
-    Image.fromarray(grid(list(cells), columns)).save(path)
+def write_sheet(path, cells, columns=10, title=None):
+    """Write a contact sheet of pictures as from `framed`, as PNG, with a title above it."""
+    sheet = grid(list(cells), columns)
+    Image.fromarray(titled(sheet, title) if title else sheet).save(path)
 
 
 def draw_sheet(path, args, states, captions, good):

@@ -162,7 +162,7 @@ def fit(parts, model, out, judge=None):
         truth.append(values[rows])
         known = labellers(labels, part, about.name) if labels not in ("judge", "env") else {}
         whose.update((known.get(row, labels) or "a person") for row in rows.tolist())
-        names += [f"{part.path.stem} {row}" for row in rows]  # as in the file of labels
+        names += [f"row {row} of {part.path.stem}" for row in rows]  # as in the file of labels
         episodes += [f"{part.path} {episode}" for episode in part.episode[rows]]
     states, truth = np.concatenate(states), np.concatenate(truth)
     if len(np.unique(truth)) < 2:  # before anything is embedded
