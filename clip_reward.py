@@ -138,28 +138,30 @@ class RewardArgs:
     """what every picture of the scene shows, for --reward-alpha; several are averaged (default: "a
     humanoid robot" for the humanoid)"""
     target_image: tuple[str, ...] = ()
-    """files of pictures of the goal, in addition to words or instead of them; what is not square
-    gets black bars, as frames do"""
+    """files of pictures of the goal, in addition to words or instead of them; pictures that are not
+    square get black bars"""
     reward_head: str = ""
     """a head that `eval_epic.py fit` has fitted to labels: the reward is its probability that a
     state is good; with a target prompt or image too, the mean of that and CLIP's reward"""
     reward_alpha: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    """strength of goal-baseline regularisation, from 0 (plain cosine) to 1"""
+    """how much the reward ignores what does not tell the target from the --baseline-prompt, from 0
+    (nothing: the plain cosine similarity) to 1 (everything)"""
     score_every: PositiveInt = 4
     """CLIP scores every 4th state of an episode, and the last one; the rewards of the states
-    between are interpolated (1: all states, as in the paper). Without effect on ground-truth"""
+    between are interpolated (1: all states, as in the paper). --reward ground-truth ignores it"""
     reward: Literal["clip", "ground-truth"] = "clip"
     """ground-truth: learn from the environment's own reward, as a baseline"""
     clip_model: ModelName = "ViT-bigG-14/laion2b_s39b_b160k"
     """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: tiny_clip"""
     clip_batch_size: PositiveInt = 64
-    """frames that a worker draws and scores at once"""
+    """pictures that a worker draws and scores at once; fewer need less memory on the GPU"""
     reward_devices: tuple[str, ...] = ()
     """devices that draw and score, one worker each; name one twice for two workers. Default: every
     CUDA device, else one "cpu" per core, at most four. ray: every GPU of a Ray cluster (its CPUs if
     it has none), ray:N: N of them"""
     compile: bool = False
-    """compile the updates, on a GPU into one CUDA graph, and CLIP's image tower"""
+    """compile the updates (on a GPU into one CUDA graph) and CLIP's image tower: the start takes
+    longer, every step less time"""
     allow_slow: bool = False
     """score with a large model on the CPU although that may take days"""
 

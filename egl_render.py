@@ -148,21 +148,22 @@ class RenderArgs:
     """height and width of the frames in pixels (default: 480, for tiny_clip 64)"""
     renderer: Literal["auto", "egl", "warp"] = "auto"
     """what draws MuJoCo's states: OpenGL by EGL, or MuJoCo Warp, which needs no OpenGL and draws on
-    the device that CLIP uses; auto: EGL if a GPU draws by it, otherwise Warp"""
+    the device that CLIP uses; auto: EGL if a GPU can draw by it, otherwise Warp"""
     textured: bool = True
     """realistic sky, stone floor and sunlight for models that come with Gymnasium, a humanoid of
     metal, MountainCar as a landscape; any other model keeps its own look"""
     camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
-    """metres from the point looked at. These four flags replace values of the paper's camera (for
-    the humanoid) or of the task's own"""
+    """metres from the camera to the point it looks at. These four flags change the camera: the
+    paper's for the humanoid, otherwise the task's own"""
     camera_azimuth: tuple[Annotated[float, Interval(ge=-360, le=360)], ...] = ()
-    """degrees around the vertical axis. With several, each state is drawn from each, and its reward
-    is their mean; each costs CLIP once more (default: 180 120 240 for the humanoid, whose knees and
-    hands a single camera may not see; the paper: 180)"""
+    """the camera's direction, in degrees around the vertical axis. With several, CLIP scores a
+    picture from each, and the reward of a state is the mean (default: 180 120 240 for the humanoid,
+    whose knees and hands a single camera may not see; the paper: 180)"""
     camera_elevation: Annotated[float | None, Interval(ge=-360, le=360)] = None
-    """degrees, negative looks down"""
+    """the camera's tilt in degrees; a negative one looks down"""
     camera_lookat: tuple[Metres, Metres, Metres] | None = None
-    """point looked at in metres; x and y follow a robot that can leave the picture"""
+    """the point that the camera looks at, in metres; x and y follow a robot that can leave the
+    picture"""
 
     @property
     def views(self) -> int:

@@ -179,8 +179,9 @@ class Prompts(OnDataset):
     dataset: Path | None = None
     """a file made by collect"""
     task: Literal[tuple(judges.TASKS)] | None = None
-    """one of the paper's tasks. Without --dataset its states are the pose library and states of
-    policies that were rewarded for half a pose (a classic task: its state space)"""
+    """one of the paper's tasks. Without --dataset the prompts are tried on ready-made states:
+    sampled poses, and states of policies that learned half of a pose (a classic task: its state
+    space)"""
     per_pose: Few = 40
     """samples of each pose, without --dataset"""
     reward: PromptRewards = field(default_factory=PromptRewards)
@@ -297,26 +298,27 @@ class Label(OnDataset):
     unit: Literal["frame", "episode"] = "frame"
     """what one answer is about: a picture, or a whole episode as a clip"""
     count: PositiveInt | None = None
-    """how many to label, in random order: a fair sample at any time; default: all"""
+    """how many to label (default: all). Their order is random, so you can stop at any time and
+    still have an unbiased sample"""
     uncertain: Path | None = None
-    """file of a head: ask first for the frames that it is least sure of, instead"""
+    """a head that fit has written: ask first about the frames that it is least sure of"""
     likely: str | None = None
-    """a model, such as tiny_clip: ask first for the frames that it scores highest by the
-    task's words, instead; for poses that are rare in the dataset"""
+    """a model, such as tiny_clip: ask first about the frames that it scores highest with the task's
+    prompt, because the pose is rare in the dataset"""
     seed: NonNegativeInt = 0
     """seed of the random order"""
     port: Annotated[int, Interval(ge=0, le=65535)] = 0
     """port of the page on 127.0.0.1; 0: a free one"""
     by: str | None = None
-    """a vision-language model that answers, by its server's name for it. Its key, if it needs one,
-    is read from OPENAI_API_KEY"""
+    """the name of a vision-language model that answers instead of you. If its server needs a key,
+    it is read from OPENAI_API_KEY"""
     url: Annotated[str, StringConstraints(pattern="^https?://[^/]")] | None = None
-    """--by: the server, such as http://localhost:8000/v1; default: OpenAI's"""
+    """the server of --by, such as http://localhost:8000/v1; default: OpenAI's"""
     question: str | None = None
     """what to ask instead of the judge's criterion"""
     check: PositiveInt | None = None
-    """--by: save no labels, but compare the answers to so many frames with a person's labels in the
-    file, or else with the judge"""
+    """save no labels, but compare the answers of --by to this many frames with a person's labels in
+    the file, or else with the judge"""
 
     def session(self):
         """Return the label_page.Session."""

@@ -73,8 +73,8 @@ class Args(RunArgs):
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.97
     """discount factor"""
     n_step: PositiveInt = 3
-    """n-step returns: rewards that a target sums before it bootstraps (Sutton and Barto 2018,
-    chapter 7; the paper: 1). Only the entropy of the state it bootstraps from counts"""
+    """how many rewards a critic's target sums before it bootstraps (n-step returns, Sutton and
+    Barto 2018, chapter 7; the paper: 1). Only the entropy of the state it bootstraps from counts"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """target smoothing coefficient, per update"""
     batch_size: PositiveInt = 128
@@ -84,7 +84,7 @@ class Args(RunArgs):
     gradient_steps: PositiveInt = 300
     """updates after each rollout (num_envs * episode_length steps)"""
     learning_rate: Annotated[float, Interval(gt=0, le=1)] = 6e-4
-    """of actor, critics and entropy coefficient"""
+    """learning rate of actor, critics and entropy coefficient"""
     normalize: bool = True
     """normalise observations by their running mean and standard deviation (SimBa), and the hidden
     layers of the critics by layer norm (DroQ, SimBa): their values stay sane with many updates per
