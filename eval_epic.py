@@ -32,6 +32,7 @@ Success rate of a policy by a task's judge, by your own, or by a person; a run's
     python eval_epic.py page --run runs/RUN
 """
 
+import shlex
 import signal
 import sys
 from dataclasses import field, replace
@@ -136,7 +137,9 @@ class Collect(Own):
             data = datasets.Dataset(args_of("Humanoid-v5"), made, **columns)
         self.render.apply(data.args)
         datasets.save_dataset(data, self.out)
-        say(f"{self.out}: {len(data)} states", f"python eval_epic.py sheet --dataset {self.out}")
+        say(f"{self.out}: {len(data)} states", "look at them, or label them:")
+        say(f"    python eval_epic.py sheet --dataset {self.out}")
+        say(f"    python eval_epic.py label {self.out}")
 
 
 @dataclass(kw_only=True)
@@ -349,6 +352,11 @@ class Label(OnDataset):
             say(f"{len(session.order) - len(session.todo())} labels are in {session.path}")
         else:
             label_page.serve(session, self.port)
+        if not self.check:
+            flags = {"--dataset": self.dataset, "--judge": self.judge, "--labels": self.labels}
+            flags |= {"--out": self.dataset.with_suffix(".safetensors")}
+            words = [str(word) for flag in flags.items() if flag[1] for word in flag]
+            say(f"learn a reward from them: python eval_epic.py fit {shlex.join(words)}")
 
 
 @dataclass(kw_only=True)
