@@ -183,13 +183,15 @@ def fit(parts, model, out, judge=None):
     by = ", ".join(f"{who}: {count}" for who, count in whose.items())
     say(f"labels by {by}; all weigh the same")
     say("AUC (95 % interval), the head's on episodes that were held out:")
-    say("    {:.3f} ({:.3f} to {:.3f})  the head".format(*found))
+    few = "    unknown: too few labels to hold any out"
+    say("    {:.3f} ({:.3f} to {:.3f})  the head".format(*found) if np.isfinite(found[0]) else few)
     prompts, _ = words_for(data, task)
     if prompts := model.target_prompt or prompts:
         words = CLIPReward(clip, prompts).reward(torch.from_numpy(embeddings)).numpy()
         beside = interval(auc, words, good, labelled.episodes)
         say("    {:.3f} ({:.3f} to {:.3f})  ".format(*beside) + f'"{", ".join(prompts)}"')
-    say(*(f"    {value:.3f}  the head of {size} labels" for size, value in curve.items()))
+    for size, value in curve.items():
+        say(f"    {value:.3f}  the head of {size} labels")
     counts = {"good": int(good.sum()), "other": int((~good).sum())}
     about = {"flags": flags, "labels": counts, "task": task and task.name, "auc": found[0]}
     tensors = (torch.tensor(x, dtype=torch.float32) for x in (weight, np.atleast_1d(bias)))
