@@ -26,7 +26,7 @@ from clip_reward import (
     scored_steps,
 )
 from environments import classic, own_render
-from training.run import children, free_memory, stop_signals_blocked
+from training.run import children, free_memory, stop_signals_blocked, warn
 from training.workers import TIMEOUT, failure
 from warp_render import WarpRenderer
 
