@@ -99,7 +99,7 @@ def describe_env(env_id: str, make: Any) -> tuple[gym.Space, np.ndarray | None, 
 
 def check_drawing(args: Any, state: np.ndarray | None) -> None:
     """Raise UsageError for flags that mean nothing for a task with this `state`, and warn of a
-    --render-size other than the one that a model's folder names."""
+    --render-size beyond the one that a model's folder names."""
     if args.judge and state is None:
         raise UsageError(f"--judge: {args.env_id} has no states to judge")
     if state is None or args.env_id in classic.TASKS:
@@ -107,7 +107,7 @@ def check_drawing(args: Any, state: np.ndarray | None) -> None:
             if getattr(args, f"camera_{name}") not in (None, ()):
                 raise UsageError(f"--camera-{name}: {args.env_id} has no camera")
     size, suits = args.render_size, render_size_of(args.clip_model)
-    if args.reward == "clip" and size and suits not in (480, size):  # 480: it names none
+    if args.reward == "clip" and (size or 0) > suits and suits != 480:  # 480: it names none
         model = args.clip_model.removeprefix("local-dir:")
         warn(f"--render-size {size}: {model} is made for {suits}, which it gets without this flag")
 
