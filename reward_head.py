@@ -8,6 +8,7 @@ the counts of labels ("labels").
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,9 @@ class HeadReward(torch.nn.Module):
 
 def with_hash(name: str) -> str:
     """Return FILE as ABSOLUTE_PATH#SHA256, as args.json keeps it. What is no file's name stays."""
-    path = Path(name).resolve()
-    if not path.is_file():
+    if not os.path.isfile(name):
         return name
+    path = Path(name).resolve()
     return f"{path}#{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
@@ -94,6 +95,8 @@ def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
     path = without_hash(name)
     if path != name and with_hash(path) != name:
         raise ValueError(f"{path} is missing or has changed since the run began")
+    if not os.path.isfile(path):
+        raise ValueError(f"No such file: {path}")
     try:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["head"])

@@ -266,7 +266,10 @@ def excepthook(kind, error, trace, after=""):
     if lost and connection.wait([process.sentinel for process in children], timeout=1):
         codes = sorted({str(c.exitcode) for c in children if c.exitcode is not None})
         lines = [f"the process of an environment died (exit code {', '.join(codes)})"]
-    elif not issubclass(kind, (UsageError, RunError)):
+    elif issubclass(kind, UsageError):  # a damaged file may put anything into it
+        text = "".join(filter(str.isprintable, " ".join(lines)))
+        lines = [shorten(text, 700)]
+    elif not issubclass(kind, RunError):
         sys.__excepthook__(kind, error, trace)
         lines = [one_line(error)]
     print(*lines[:-1], f"error: {lines[-1]}{after}", sep="\n", file=sys.stderr)
