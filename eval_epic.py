@@ -164,8 +164,8 @@ class OnDataset(Own):
 
 @dataclass
 class Epic(OnDataset):
-    """EPIC distance of reward models to labels (--labels env: to the environment's own reward):
-    table, CSV and figures in a new folder epic_LABELS beside the dataset."""
+    """Compute the EPIC distance of reward models to labels (--labels env: to the environment's own
+    reward). A table, a CSV file and figures go to a new folder epic_LABELS beside the dataset."""
 
     reward: Rewards = field(default_factory=Rewards)
 
@@ -175,9 +175,9 @@ class Epic(OnDataset):
 
 @dataclass
 class Prompts(OnDataset):
-    """Which prompt, which alpha, which camera? AUC and EPIC distance of every combination on
-    labelled states, and the command to train with the best. Cameras: each --camera-azimuth alone,
-    in pairs, and all together (default: 180 120 240 for the humanoid, or the dataset's)."""
+    """Find the best prompt, alpha and cameras: print AUC and EPIC distance of every combination on
+    labelled states, and the command that trains with the best. Each --camera-azimuth is tried
+    alone, in pairs, and together (default: 180 120 240 for the humanoid, or the dataset's)."""
 
     dataset: Path | None = None
     """a file made by collect"""
@@ -216,8 +216,8 @@ class Prompts(OnDataset):
 
 @dataclass
 class Sheet(OnDataset):
-    """Pictures of a dataset, and of its good states (green frames) and others (red), by all tasks
-    of its environment or by --judge or --labels, in a new folder sheets beside it."""
+    """Draw a dataset's states, and those that are good (green frames) and not good (red) by all
+    tasks of its environment, or by --judge or --labels, to a new folder sheets beside it."""
 
     def __call__(self):
         one = self.judge is not None or self.labels != "judge"
@@ -228,9 +228,9 @@ class Sheet(OnDataset):
 
 @dataclass
 class Success(OnDataset):
-    """Success rate of a policy by judge, or of a dataset's episodes by judge or by labels, with
-    a video of the verdicts, in a new folder success_.. in the run or beside the dataset. Without a
-    judge the environment's info["success"] at the last step counts."""
+    """Compute the success rate of a policy by a judge, or of a dataset's episodes by a judge or by
+    labels. It goes to a new folder success_.. in the run (with a video of the verdicts) or beside
+    the dataset. Without a judge the environment's info["success"] at the last step counts."""
 
     dataset: Path | None = None
     """a file made by collect"""
@@ -277,8 +277,8 @@ class Page:
 
 @dataclass
 class Landscape:
-    """Reward against pole angle and car position, plain and textured, one line per alpha (figure 2
-    of arXiv 2310.12921)."""
+    """Draw the reward against the pole's angle and the car's position, plain and textured, with one
+    line per alpha (figure 2 of arXiv 2310.12921)."""
 
     reward: Rewards = field(default_factory=Rewards)
     render_size: Annotated[int | None, Interval(ge=16, le=8192)] = None
