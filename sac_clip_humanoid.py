@@ -498,9 +498,8 @@ if __name__ == "__main__":
             rewards = np.zeros((T, N), np.float32)
             rewards[scored] = pool.take().reshape(-1, N)
         t2 = time.perf_counter()
-        run.check_finite(
-            env_seeds, observation=observations, env_reward=env_rewards, reward=rewards
-        )
+        run.check_finite(env_seeds, action=actions, observation=observations)
+        run.check_finite(env_seeds, env_reward=env_rewards, reward=rewards)
         if use_clip:
             rewards = clip_reward.interpolate(rewards, scored)
         run.to_save = {}  # a failure from here to the end of the rollout saves nothing
