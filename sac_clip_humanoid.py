@@ -151,7 +151,7 @@ def check_args(args: Args):
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
     tasks.check_drawing(args, state)
-    transitions = min(args.buffer_size, args.total_timesteps)
+    transitions = max(rollout, min(args.buffer_size, args.total_timesteps))
     numbers = observation_dim + math.prod(actions.shape) + 1
     check_memory(args, {
         "--buffer-size": 4 * transitions * numbers,
