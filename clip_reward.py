@@ -726,7 +726,7 @@ class Scorer:
     def finish(self, launched: tuple) -> tuple[np.ndarray, float, float]:
         """Wait for what `launch` returned, as `score` returns it."""
         (rewards, render_s, clip_s), began = launched, time.perf_counter()
-        rewards = rewards.float().cpu().numpy()
+        rewards = torch.as_tensor(rewards).float().cpu().numpy()
         return rewards, render_s, clip_s + time.perf_counter() - began
 
     def render(self, states: np.ndarray, size: int | None = None) -> np.ndarray:

@@ -60,7 +60,7 @@ from evaluation.page import write_page
 from evaluation.rewards import HeadModel, Rewards
 from evaluation.rewards import Prompts as PromptRewards
 from evaluation.runs import Own, checkpoint_paths, load_run, task_of
-from training.run import run_folder, say
+from training.run import cut, run_folder, say
 
 RunFolder = Annotated[Path, AfterValidator(run_folder)]
 Few = Annotated[int, Interval(ge=1, le=100_000)]  # episodes are played side by side
@@ -403,7 +403,7 @@ if __name__ == "__main__":
     except BrokenPipeError:  # the reader of the help has gone: `| head -1`
         pass
     except (UsageError, OSError) as error:  # of a file: its name and what is wrong with it
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {cut(error)}", file=sys.stderr)
         sys.exit(2)
     except clip_reward.RunError as error:
         sys.exit(f"error: {error}")

@@ -151,7 +151,7 @@ def check_args(args: Args):
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
     tasks.check_drawing(args, state)
-    transitions = min(args.buffer_size, args.total_timesteps)
+    transitions = max(rollout, min(args.buffer_size, args.total_timesteps))
     numbers = observation_dim + math.prod(actions.shape) + 1
     check_memory(args, {
         "--buffer-size": 4 * transitions * numbers,
@@ -498,9 +498,8 @@ if __name__ == "__main__":
             rewards = np.zeros((T, N), np.float32)
             rewards[scored] = pool.take().reshape(-1, N)
         t2 = time.perf_counter()
-        run.check_finite(
-            env_seeds, observation=observations, env_reward=env_rewards, reward=rewards
-        )
+        run.check_finite(env_seeds, action=actions, observation=observations)
+        run.check_finite(env_seeds, env_reward=env_rewards, reward=rewards)
         if use_clip:
             rewards = clip_reward.interpolate(rewards, scored)
         run.to_save = {}  # a failure from here to the end of the rollout saves nothing

@@ -843,6 +843,7 @@ def test_a_scorer_draws_and_scores():
     scorer.close()
     frames = np.full((2, 6, 7, 3), 5, np.uint8)
     assert Scorer(None, MeanReward).score(frames)[0].tolist() == [5, 5]
+    assert Scorer(None, lambda device: lambda frames: [5, 6]).score(frames)[0].tolist() == [5, 6]
     make_reward = functools.partial(MeanReward, error=torch.OutOfMemoryError())
     with pytest.raises(RunError, match="^cpu has no memory for so many.*--clip-batch-size$"):
         Scorer(PaintRenderer, make_reward).score(states)

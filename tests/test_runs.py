@@ -26,7 +26,17 @@ import clip_reward
 import dqn_clip_classic as dqn
 import sac_clip_humanoid as sac
 from clip_reward import Scorer, UsageError
-from training.run import STOP_SIGNALS, Run, latest_run, load_args, parse_args, run_folder
+from training.run import (
+    STOP_SIGNALS,
+    Run,
+    cut,
+    latest_run,
+    load_args,
+    load_checkpoint,
+    parse_args,
+    run_folder,
+    saved_flags,
+)
 
 UPRIGHT = "pole vertically upright on top of the cart"
 SMALL = [
@@ -104,6 +114,33 @@ def test_a_refused_start_leaves_no_folder(tmp_path, monkeypatch, capsys):
         assert not [*runs_dir.iterdir()]
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("count", [-1, 10**30, True, 1.0, "7", None])
+def test_what_counts_no_steps_is_no_checkpoint(count, tmp_path):
+    for name in ("global_step", "rollout"):
+        torch.save({"global_step": 3, "rollout": 2} | {name: count}, tmp_path / "step_3.pt")
+        with pytest.raises(UsageError, match="it holds no number of steps$"):
+            load_checkpoint(tmp_path / "step_3.pt")
+
+
+def test_a_refusal_is_one_printable_line_whatever_a_file_holds(tmp_path):
+    (tmp_path / "args.json").symlink_to("/dev/zero")  # without an end
+    with pytest.raises(UsageError, match="args.json is damaged: more than a megabyte$"):
+        saved_flags(tmp_path)
+    assert cut(UsageError("a\nb\x1b[2J\0" + "c" * 10**6)) == "a b[2J" + "c" * 691 + " .."
+    line = "the name as it is: ünï"
+    assert cut(UsageError(line)) == line
+
+
+@pytest.mark.slow
+def test_an_action_of_nan_ends_the_run(tmp_path):
+    """MountainCarContinuous would take it for a finite one."""
+    code = "import runpy, sys, torch; torch.erf = lambda x: x * torch.nan; del sys.argv[0]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    words = [*TRUTH, "--env-id", "MountainCarContinuous-v0", "--runs-dir", tmp_path]
+    said = run("-c", code, sac.__file__, *words, code=1).stderr
+    assert said.startswith("error: action of environment 0 is not finite 0 steps after its reset")
 
 
 @pytest.mark.slow

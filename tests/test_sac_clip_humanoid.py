@@ -395,6 +395,7 @@ def test_boxes_of_all_kinds_are_acted_in_or_refused(shape, kind):
     [
         ("buffer_size", 10**9),
         ("buffer_size", 10**30),
+        ("num_envs", 10**12),
         ("batch_size", 10**7),
         ("render_size", 8192),
         ("episode_length", 10**6),
@@ -410,7 +411,10 @@ def test_what_is_larger_than_the_memory_is_refused(script, flag, value, monkeypa
     else:
         flags |= {flag: value, "reward_devices": ("cpu",)}
         flags |= {"reward": "ground-truth"} if flag == "episode_length" else {}
-    name = {"episode_length": "--render-size, --video-freq"}.get(flag, flag.replace("_", "-"))
+    if flag == "num_envs":
+        flags["buffer_size"] = 10**30
+    names = {"episode_length": "--render-size, --video-freq", "num_envs": "buffer-size"}
+    name = names.get(flag, flag.replace("_", "-"))
     message = f"{name}.*: [0-9,.]+ GB are needed, 10.0 GB are free$"
     with pytest.raises(UsageError, match=message):
         script.check_args(script.Args(target_prompt=("words",), **flags))

@@ -140,9 +140,11 @@ def saved_flags(run_dir):
     UsageError."""
     path = Path(run_dir) / "args.json"
     try:
-        if path.stat().st_size > 1_000_000:
+        with path.open() as file:
+            text = file.read(1_000_001)
+        if len(text) > 1_000_000:
             raise ValueError("more than a megabyte")
-        return dict(json.loads(path.read_text()).items())
+        return dict(json.loads(text).items())
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: {message_of(error)}") from error
 
@@ -258,6 +260,12 @@ def end_now(number, _):
     os._exit(128 + number)
 
 
+def cut(error):
+    """Return the message of a UsageError in one printable line of at most 700 characters: a damaged
+    file may put anything into it."""
+    return shorten("".join(filter(str.isprintable, " ".join(str(error).splitlines()))), 700)
+
+
 def excepthook(kind, error, trace, after=""):
     """End the program with a line that names the cause. What is no UsageError (exit code 2) or
     RunError (1) has its traceback above it."""
@@ -266,9 +274,8 @@ def excepthook(kind, error, trace, after=""):
     if lost and connection.wait([process.sentinel for process in children], timeout=1):
         codes = sorted({str(c.exitcode) for c in children if c.exitcode is not None})
         lines = [f"the process of an environment died (exit code {', '.join(codes)})"]
-    elif issubclass(kind, UsageError):  # a damaged file may put anything into it
-        text = "".join(filter(str.isprintable, " ".join(lines)))
-        lines = [shorten(text, 700)]
+    elif issubclass(kind, UsageError):
+        lines = [cut(error)]
     elif not issubclass(kind, RunError):
         sys.__excepthook__(kind, error, trace)
         lines = [one_line(error)]
@@ -312,7 +319,8 @@ def load_checkpoint(path):
             if name := file.testzip():
                 raise ValueError(f"wrong checksum of {name}")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(saved, dict) or type(saved.get("global_step")) is not int:
+        counts = isinstance(saved, dict) and (saved.get("global_step"), saved.get("rollout", 0))
+        if not counts or any(type(count) is not int or not 0 <= count < 2**63 for count in counts):
             raise ValueError("it holds no number of steps")
         return saved
     except Exception as error:  # there are half a dozen types
@@ -468,8 +476,8 @@ class Run:
                 if isinstance(part, torch.nn.Module):
                     check_weights(part, self.args.resume)
             if self.resumed:
-                self.rollout, self.recent = restored["rollout"], restored["recent"]
-                self.best = copy.deepcopy(restored["best"])
+                self.rollout, self.recent = restored["rollout"], [*map(float, restored["recent"])]
+                self.best = copy.deepcopy(dict(restored["best"]))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             problem = f"it has no {error}" if isinstance(error, KeyError) else message_of(error)
             raise UsageError(
