@@ -152,7 +152,11 @@ class EndlessEpisodes(gym.Wrapper):
 
     def call(self, method, *args, **kwargs):
         try:
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
+            shape, wanted = np.shape(result[0]), self.observation_space.shape
+            if shape != wanted:  # Gymnasium would broadcast one number
+                raise RunError(f"its observation has the shape {shape}, not {wanted}")
+            return result
         except Exception as error:  # one that cannot be pickled would make Gymnasium wait forever
             raise failure("environment", error) from error
 
