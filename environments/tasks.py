@@ -52,7 +52,7 @@ def errors_of_task(env_id: str) -> Any:
         yield
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
         problem = message_of(error)
         if not isinstance(cause, RunError | gym.error.Error):
@@ -157,7 +157,10 @@ class EndlessEpisodes(gym.Wrapper):
             if shape != wanted:  # Gymnasium would broadcast one number
                 raise RunError(f"its observation has the shape {shape}, not {wanted}")
             return result
-        except Exception as error:  # one that cannot be pickled would make Gymnasium wait forever
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # one that cannot be pickled would make Gymnasium wait forever
             raise failure("environment", error) from error
 
     def reset(self, *, seed=None, options=None):

@@ -1,11 +1,13 @@
 """HumanoidVectorEnv against Gymnasium's environments, stepped one by one."""
 
+import sys
+
 import gymnasium as gym
 import numpy as np
 import pytest
 
 import sac_clip_humanoid as sac
-from clip_reward import RunError
+from clip_reward import RunError, UsageError
 from environments import tasks
 from environments.humanoid import HumanoidVectorEnv
 
@@ -96,6 +98,17 @@ class Narrow(gym.Env):
     def step(self, action):
         self.left -= 1
         return np.zeros(3 if self.left > 0 else 1, np.float32), 0.0, False, False, {}
+
+
+def test_a_task_that_exits_is_named():
+    task, args = Narrow(2), sac.Args(reward="ground-truth", video_freq=0)
+    task.step = lambda action: sys.exit(3)
+    env = tasks.EndlessEpisodes(task, args, by_state=False, filmed=False)
+    env.reset()
+    with pytest.raises(RunError, match="the environment failed: SystemExit: 3$"):
+        env.step(env.action_space.sample())
+    with pytest.raises(UsageError, match=r"SystemExit: 3 \(test_environments.py, line \d+\)$"):
+        tasks.describe_env("Own-v0", lambda: sys.exit(3))
 
 
 @pytest.mark.parametrize("good_steps", [0, 1, 2])
