@@ -157,10 +157,8 @@ class EndlessEpisodes(gym.Wrapper):
             if shape != wanted:  # Gymnasium would broadcast one number
                 raise RunError(f"its observation has the shape {shape}, not {wanted}")
             return result
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # one that cannot be pickled would make Gymnasium wait forever
+        except (Exception, SystemExit) as error:
+            # one that cannot be pickled would make Gymnasium wait for ever
             raise failure("environment", error) from error
 
     def reset(self, *, seed=None, options=None):
