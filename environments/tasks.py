@@ -52,7 +52,7 @@ def errors_of_task(env_id: str) -> Any:
         yield
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
         problem = message_of(error)
         if not isinstance(cause, RunError | gym.error.Error):
@@ -152,8 +152,13 @@ class EndlessEpisodes(gym.Wrapper):
 
     def call(self, method, *args, **kwargs):
         try:
-            return method(*args, **kwargs)
-        except Exception as error:  # one that cannot be pickled would make Gymnasium wait forever
+            result = method(*args, **kwargs)
+            shape, wanted = np.shape(result[0]), self.observation_space.shape
+            if shape != wanted:  # Gymnasium would broadcast one number
+                raise RunError(f"its observation has the shape {shape}, not {wanted}")
+            return result
+        except (Exception, SystemExit) as error:
+            # one that cannot be pickled would make Gymnasium wait for ever
             raise failure("environment", error) from error
 
     def reset(self, *, seed=None, options=None):

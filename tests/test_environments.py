@@ -1,11 +1,14 @@
 """HumanoidVectorEnv against Gymnasium's environments, stepped one by one."""
 
+import sys
+
 import gymnasium as gym
 import numpy as np
 import pytest
 
 import sac_clip_humanoid as sac
-from clip_reward import RunError
+from clip_reward import RunError, UsageError
+from environments import tasks
 from environments.humanoid import HumanoidVectorEnv
 
 
@@ -78,3 +81,42 @@ def test_a_simulation_that_mujoco_resets_ends_the_run():
     env.unwrapped.data.qvel[3] = 1e20
     with pytest.raises(RunError, match=message):
         env.step(np.zeros(6, np.float32))
+
+
+class Narrow(gym.Env):
+    """Observes fewer numbers than it says from some step on."""
+
+    action_space = gym.spaces.Box(-1, 1, (2,))
+    observation_space = gym.spaces.Box(-1, 1, (3,))
+
+    def __init__(self, good_steps):
+        self.left = good_steps
+
+    def reset(self, **_):
+        return np.zeros(3 if self.left else 1, np.float32), {}
+
+    def step(self, action):
+        self.left -= 1
+        return np.zeros(3 if self.left > 0 else 1, np.float32), 0.0, False, False, {}
+
+
+def test_a_task_that_exits_is_named():
+    task, args = Narrow(2), sac.Args(reward="ground-truth", video_freq=0)
+    task.step = lambda action: sys.exit(3)
+    env = tasks.EndlessEpisodes(task, args, by_state=False, filmed=False)
+    env.reset()
+    with pytest.raises(RunError, match="the environment failed: SystemExit: 3$"):
+        env.step(env.action_space.sample())
+    with pytest.raises(UsageError, match=r"SystemExit: 3 \(test_environments.py, line \d+\)$"):
+        tasks.describe_env("Own-v0", lambda: sys.exit(3))
+
+
+@pytest.mark.parametrize("good_steps", [0, 1, 2])
+def test_an_observation_of_another_shape_is_refused_and_not_broadcast(good_steps):
+    """Gymnasium's processes would write the one number three times."""
+    args = sac.Args(reward="ground-truth", video_freq=0)
+    env = tasks.EndlessEpisodes(Narrow(good_steps), args, by_state=False, filmed=False)
+    with pytest.raises(RunError, match=r"^its observation has the shape \(1,\), not \(3,\)$"):
+        env.reset()
+        for _ in range(good_steps):
+            env.step(env.action_space.sample())
