@@ -162,8 +162,9 @@ class RewardArgs:
     compile: bool = False
     """compile the updates (on a GPU into one CUDA graph) and CLIP's image tower: the start takes
     longer, every step less time"""
-    allow_slow: bool = False
-    """score with a large model on the CPU although that may take days"""
+    clip_precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
+    """number format of CLIP's image tower; auto: fp32 on the CPU, fp16 on a GPU, or bf16 there if
+    fp16 overflows"""
 
     def __post_init__(self) -> None:
         self.target_image = tuple(map(os.path.abspath, self.target_image))
@@ -203,13 +204,13 @@ class RewardArgs:
         ensure_downloaded(self.clip_model)
 
     def check_speed(self, device: object) -> None:
-        """Raise UsageError if a model that is not a local folder would run on a CPU."""
+        """Raise UsageError if a model that is not a local folder would run on a CPU unasked."""
         folder = self.clip_model.startswith("local-dir:")
-        if str(device) == "cpu" and not folder and not self.allow_slow:
+        if str(device) == "cpu" and not folder and "cpu" not in self.reward_devices:
             raise UsageError(
                 f"--clip-model {self.clip_model} needs a CUDA GPU, and there is none that works; "
                 "nothing was downloaded. Use the small embedded model, --clip-model tiny_clip, or "
-                "wait for days with --allow-slow"
+                "wait for days with --reward-devices cpu"
             )
 
 
@@ -630,7 +631,7 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
     args.check_speed(device)
     head, words = load_head(args.reward_head), args.target_prompt + args.target_image
     with one_at_a_time():
-        clip = load_clip(args.clip_model, device)
+        clip = load_clip(args.clip_model, device, args.clip_precision)
         goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
         reward: Any = CLIPReward(clip, *goal) if words or not head else CLIPEmbedder(clip)
         for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):

@@ -51,7 +51,7 @@ import training.workers
 from environments import classic
 # isort: on
 
-COMMON = "--target-prompt words --clip-model tiny_clip --allow-slow --score-every 1"
+COMMON = "--target-prompt words --clip-model tiny_clip --score-every 1"
 SAC = "--num-envs 32 --episode-length 100 --gradient-steps 100 --batch-size 512"
 DQN = "--num-envs 8 --episode-length 200 --gradient-steps 1600 --batch-size 64"
 

@@ -26,7 +26,8 @@ class Rewards(clip_reward.RewardArgs):
 
     reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
     reward_head: tyro.conf.Suppress[str] = ""
-    reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()  # the first GPU, or the CPU
+    reward_devices: tuple[str, ...] = ()
+    """the device that scores: cuda:i or cpu (default: the first GPU; a small model needs none)"""
     score_every: tyro.conf.Suppress[int] = 1
     reward_alpha: Alphas = (0.0, 0.25, 0.5, 0.75, 1.0)
     """alphas to compare: how much a reward ignores what does not tell the target from the
@@ -75,7 +76,8 @@ class HeadModel(clip_reward.RewardArgs):
     reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
     reward_head: tyro.conf.Suppress[str] = ""
     reward_alpha: tyro.conf.Suppress[float] = 0.0
-    reward_devices: tyro.conf.Suppress[tuple[str, ...]] = ()
+    reward_devices: tuple[str, ...] = ()
+    """the device that embeds: cuda:i or cpu (default: the first GPU; a small model needs none)"""
     score_every: tyro.conf.Suppress[int] = 1
     compile: tyro.conf.Suppress[bool] = False
 
@@ -87,7 +89,7 @@ class Variants(torch.nn.Module):
     def __init__(self, device, args: clip_reward.RewardArgs, goals, alphas):
         super().__init__()
         args.check_speed(device)
-        clip = clip_reward.load_clip(args.clip_model, device)
+        clip = clip_reward.load_clip(args.clip_model, device, args.clip_precision)
         scene = args.baseline_prompt, max(alphas), args.target_image
         self.alphas = alphas
         self.rewards = [clip_reward.CLIPReward(clip, goal, *scene) for goal in goals]
@@ -114,7 +116,7 @@ def embed(model: clip_reward.RewardArgs, args, states):
     float32 unit-norm, and the LoadedCLIP."""
     device = model.devices()[0]
     model.check_speed(device)
-    clip = clip_reward.load_clip(model.clip_model, device)
+    clip = clip_reward.load_clip(model.clip_model, device, model.clip_precision)
     embedder = clip_reward.CLIPEmbedder(clip)
     found = through(lambda _: embedder.embed_images, model, args, states)
     return found.reshape(len(states), -1, found.shape[-1]), clip

@@ -744,19 +744,23 @@ def test_a_large_model_without_a_gpu_is_refused_before_any_download(name, downlo
         args.check_reward()
     (line,) = str(error.value).splitlines()
     assert name in line and "GPU" in line and not downloads
-    assert "--clip-model tiny_clip" in line and "--allow-slow" in line
+    assert "--clip-model tiny_clip" in line and "--reward-devices cpu" in line
     with pytest.raises(UsageError, match="needs a CUDA GPU"):  # as an actor of Ray
         clip_reward.make_clip_reward(args, "cpu")
     downloads.cuda = ["cuda:0"]
     args.check_reward()
     assert downloads == [name]
-    args.reward_devices = ("cuda:0", "cpu")
-    with pytest.raises(UsageError, match="needs a CUDA GPU"):
-        args.check_reward()
-    args.allow_slow = True
+    args.reward_devices = ("cuda:0", "cpu")  # it is asked for
     args.check_reward()
     RewardArgs(target_prompt=("words",), clip_model=TINY, reward_devices=("cpu",)).check_reward()
     assert downloads == [name, name, TINY]
+
+
+def test_the_precision_of_the_image_tower_is_a_flag():
+    args = RewardArgs(target_prompt=("words",), clip_model=TINY, clip_precision="bf16")
+    reward = clip_reward.make_clip_reward(args, "cpu")
+    assert {part.dtype for part in reward.model.visual.parameters()} == {torch.bfloat16}
+    assert reward(np.zeros((2, 64, 64, 3), np.uint8)).isfinite().all()
 
 
 def test_devices(downloads):

@@ -74,7 +74,7 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
 # Flags that may be given with --resume: how long, where and how often, but not what is learned.
 # (DQN's schedules depend on --total-timesteps and stretch with it.)
 RESUME_MAY_CHANGE = set(
-    "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size allow_slow "
+    "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size "
     "compile track judge runs_dir resume renderer".split()
 )
 
