@@ -498,7 +498,7 @@ if __name__ == "__main__":
             rewards = np.zeros((T, N), np.float32)
             rewards[scored] = pool.take().reshape(-1, N)
         t2 = time.perf_counter()
-        run.check_finite(env_seeds, action=actions, observation=observations)
+        run.check_finite(env_seeds, observation=observations, action=actions)
         run.check_finite(env_seeds, env_reward=env_rewards, reward=rewards)
         if use_clip:
             rewards = clip_reward.interpolate(rewards, scored)
