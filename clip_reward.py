@@ -142,13 +142,14 @@ class RewardArgs:
     square get black bars"""
     reward_head: str = ""
     """a head that `eval_epic.py fit` has fitted to labels: the reward is its probability that a
-    state is good; with a target prompt or image too, the mean of that and CLIP's reward"""
+    state is good; with a target prompt or image too, it is the mean of that and CLIP's reward"""
     reward_alpha: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    """how much the reward ignores what does not tell the target from the --baseline-prompt, from 0
-    (nothing: the plain cosine similarity) to 1 (everything)"""
+    """how much the reward ignores what does not distinguish the target from the --baseline-prompt,
+    from 0 (nothing: the plain cosine similarity) to 1 (everything)"""
     score_every: PositiveInt = 4
-    """CLIP scores every 4th state of an episode, and the last one; the rewards of the states
-    between are interpolated (1: all states, as in the paper). --reward ground-truth ignores it"""
+    """CLIP scores every `score_every`-th state of an episode, and the last one; the rewards of the
+    states in between are interpolated (1: all states, as in the paper). --reward ground-truth
+    ignores it"""
     reward: Literal["clip", "ground-truth"] = "clip"
     """ground-truth: learn from the environment's own reward, as a baseline"""
     clip_model: ModelName = "ViT-bigG-14/laion2b_s39b_b160k"

@@ -23,7 +23,7 @@ Another Gymnasium task with discrete actions (MODULE:NAME for one of your own):
 
 The paper's own settings are in docs/paper.md.
 
-DQN itself, on Gymnasium's own CartPole (475 is its mark for solved):
+DQN itself, on Gymnasium's own CartPole (a return of 475 counts as solved):
 
     python dqn_clip_classic.py --reward ground-truth --terminate --num-envs 1 \\
         --episode-length 500 --total-timesteps 100000 --learning-starts 1000 --gradient-steps 250 \\
@@ -87,7 +87,7 @@ class Args(RunArgs):
     gradient_steps: PositiveInt = 200
     """updates after each rollout (num_envs * episode_length steps; fewer after a shorter one)"""
     target_network_frequency: PositiveInt = 1
-    """updates of the network between two of the target network"""
+    """updates of the network per update of the target network"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.01
     """target smoothing coefficient; 1: a copy, as in the paper"""
     double: bool = True

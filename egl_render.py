@@ -153,8 +153,8 @@ class RenderArgs:
     """realistic sky, stone floor and sunlight for models that come with Gymnasium, a humanoid of
     metal, MountainCar as a landscape; any other model keeps its own look"""
     camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
-    """metres from the camera to the point it looks at. These four flags change the camera: the
-    paper's for the humanoid, otherwise the task's own"""
+    """metres from the camera to the point it looks at. Without these four flags the camera is the
+    paper's for the humanoid, and otherwise the task's own"""
     camera_azimuth: tuple[Annotated[float, Interval(ge=-360, le=360)], ...] = ()
     """the camera's direction, in degrees around the vertical axis. With several, CLIP scores a
     picture from each, and the reward of a state is the mean (default: 180 120 240 for the humanoid,

@@ -3,14 +3,14 @@ r"""How good is the reward, how good is the policy? Look before you train, and a
     python eval_epic.py landscape --clip-model RN50/openai ViT-bigG-14/laion2b_s39b_b160k
     python eval_epic.py prompts --task kneeling --clip-model ViT-L-14/openai
 
-States in one file: from a run's checkpoints, a classic task's state space, or the pose library:
+Collect states: from a run's checkpoints, a classic task's state space, or the pose library:
 
     python eval_epic.py collect --source run --run runs/RUN --episodes 5 --out data/kneeling.npz
     python eval_epic.py collect --source uniform --env-id CartPole-v1 --out data/cartpole.npz
     python eval_epic.py collect --source poses --render-size 96 --out data/poses.npz
 
-EPIC distance (arXiv 2006.13900) of reward models to labels, pictures of what a judge accepts and
-rejects, and a page for labelling by key press; results go to data/kneeling/:
+Compute the EPIC distance (arXiv 2006.13900) of reward models to labels, draw what a judge accepts
+and rejects, and label by key press; results go to data/kneeling/:
 
     python eval_epic.py epic --dataset data/kneeling.npz --judge kneeling \
         --clip-model RN50/openai ViT-L-14/openai ViT-bigG-14/laion2b_s39b_b160k
@@ -19,12 +19,12 @@ rejects, and a page for labelling by key press; results go to data/kneeling/:
     python eval_epic.py label data/kneeling.npz --by Qwen/Qwen3-VL-8B-Instruct --url http://localhost:8000/v1
     python eval_epic.py epic --dataset data/kneeling.npz --labels data/kneeling/labels.csv
 
-A reward from these labels, to train with by --reward-head, and what to label next:
+Fit a reward to these labels, to train with by --reward-head, and find out what to label next:
 
     python eval_epic.py fit --dataset data/kneeling.npz --out data/head.safetensors
     python eval_epic.py label data/more.npz --uncertain data/head.safetensors
 
-Success rate of a policy by a task's judge, by your own, or by a person; a run's index.html:
+Compute a success rate by a task's judge, by your own, or by a person; write a run's index.html:
 
     python eval_epic.py success --run runs/RUN --compare runs/GROUND_TRUTH_RUN
     python eval_epic.py success --run runs/RUN --judge my_task.py:somersault
@@ -90,7 +90,8 @@ class Collect(Own):
     """Write states, and what is known of them, as a dataset: one .npz file."""
 
     source: Literal["run", "uniform", "poses"]
-    """rollouts of a run's checkpoints; a classic task's state space; the pose library"""
+    """where states come from: rollouts of a run's checkpoints; a classic task's state space; the
+    pose library"""
     out: Path
     """the file, such as data/kneeling.npz; results on it will go to the folder data/kneeling"""
     render: Pictures = field(default_factory=Pictures)
@@ -217,7 +218,7 @@ class Prompts(OnDataset):
 @dataclass
 class Sheet(OnDataset):
     """Draw a dataset's states, and those that are good (green frames) and not good (red) by all
-    tasks of its environment, or by --judge or --labels, to a new folder sheets beside it."""
+    tasks of its environment, or by --judge or --labels, into a new folder, sheets, beside it."""
 
     def __call__(self):
         one = self.judge is not None or self.labels != "judge"
@@ -229,8 +230,8 @@ class Sheet(OnDataset):
 @dataclass
 class Success(OnDataset):
     """Compute the success rate of a policy by a judge, or of a dataset's episodes by a judge or by
-    labels. It goes to a new folder success_.. in the run (with a video of the verdicts) or beside
-    the dataset. Without a judge the environment's info["success"] at the last step counts."""
+    labels. The result goes to a new folder success_.. in the run (with a video of the verdicts) or
+    beside the dataset. Without a judge, info["success"] of the last step decides."""
 
     dataset: Path | None = None
     """a file made by collect"""
@@ -241,7 +242,7 @@ class Success(OnDataset):
     compare: RunFolder | None = None
     """folder of another run to compare with, such as one with --reward ground-truth"""
     episodes: Few = 100
-    """episodes, without exploration, from starts that training never saw"""
+    """episodes to play, without exploration, from starts that training never saw"""
     videos: NonNegativeInt = 16
     """episodes in the video, seen by the run's first camera; the first ten are in the contact
     sheet. 0: neither"""

@@ -2,9 +2,9 @@
 (VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905). Networks, exploration, replay buffer, updates,
 the loop and the names of all scalars are in this file; tasks are in environments/.
 
-The defaults are the recipe that asks CLIP for few pictures; what it learns: docs/results.md. On
-every GPU of this machine (some of them: --reward-devices cuda:0 cuda:1; all GPUs of a Ray cluster:
---reward-devices ray):
+The defaults are the recipe that asks CLIP for few pictures; docs/results.md says what it learns.
+This uses every GPU of this machine (--reward-devices cuda:0 cuda:1 uses some of them, and
+--reward-devices ray all GPUs of a Ray cluster):
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
 
@@ -67,7 +67,7 @@ class Args(RunArgs):
     num_envs: PositiveInt = 8
     """parallel environments, a process for each (Humanoid-v5, MountainCarContinuous: all in one)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 100
-    """steps of every episode, none ends earlier; a rollout is one episode of each environment"""
+    """steps of every episode; none ends earlier. A rollout is one episode of each environment"""
     buffer_size: PositiveInt = 1_000_000
     """transitions in the replay buffer, rounded down to whole rollouts"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.97
@@ -87,17 +87,18 @@ class Args(RunArgs):
     """learning rate of actor, critics and entropy coefficient"""
     normalize: bool = True
     """normalise observations by their running mean and standard deviation (SimBa), and the hidden
-    layers of the critics by layer norm (DroQ, SimBa): their values stay sane with many updates per
-    step. Not in the paper"""
+    layers of the critics by layer norm (DroQ, SimBa): their values stay reasonable with many
+    updates per step. Not in the paper"""
     observe_forces: bool = False
     """observe all 348 numbers of Humanoid-v5, as in the paper: also the bodies' inertia and
     velocity, and the forces of actuators and contacts, which reach 5000. Otherwise the agent
     observes positions and velocities of the joints, 45 numbers"""
     pink_noise: bool = True
-    """explore with pink noise, random actions before learning included; otherwise with white noise,
-    which is new at every step (the paper's)"""
+    """explore with pink noise, also in the random actions before learning; otherwise with white
+    noise, which is new at every step (as in the paper)"""
     entropy_coef: Annotated[float | None, Interval(ge=0, lt=1e6)] = None
-    """fixed entropy coefficient (default: tuned to a policy entropy of -dim(actions), from 0.05)"""
+    """fixed entropy coefficient (default: tuned to a policy entropy of -dim(actions), starting at
+    0.05)"""
 
     def __post_init__(self):
         super().__post_init__()

@@ -30,7 +30,7 @@ class Rewards(clip_reward.RewardArgs):
     """the device that scores: cuda:i or cpu (default: the first GPU; a small model needs none)"""
     score_every: tyro.conf.Suppress[int] = 1
     reward_alpha: Alphas = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """alphas to compare: how much a reward ignores what does not tell the target from the
+    """alphas to compare: how much a reward ignores what does not distinguish the target from the
     --baseline-prompt, from 0 (nothing) to 1 (everything)"""
     clip_model: tuple[ModelName, ...] = ("ViT-bigG-14/laion2b_s39b_b160k",)
     """models to compare: ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline:
@@ -59,7 +59,7 @@ class Prompts(Rewards):
     """prompts to compare; default: the task's and some paraphrases"""
     target_image: tyro.conf.Suppress[tuple[str, ...]] = ()
     reward_alpha: Alphas = (0.0, 0.5, 1.0)
-    """alphas to compare: how much a reward ignores what does not tell the target from the
+    """alphas to compare: how much a reward ignores what does not distinguish the target from the
     --baseline-prompt, from 0 (nothing) to 1 (everything)"""
 
 
