@@ -728,7 +728,8 @@ class Scorer:
     def finish(self, launched: tuple) -> tuple[np.ndarray, float, float]:
         """Wait for what `launch` returned, as `score` returns it."""
         (rewards, render_s, clip_s), began = launched, time.perf_counter()
-        rewards = torch.as_tensor(rewards).float().cpu().numpy()
+        rewards = rewards.float().cpu() if hasattr(rewards, "cpu") else rewards
+        rewards = np.asarray(rewards, np.float32)
         return rewards, render_s, clip_s + time.perf_counter() - began
 
     def render(self, states: np.ndarray, size: int | None = None) -> np.ndarray:

@@ -72,7 +72,6 @@ BOTH = """
 --clip-model ViT-B-32/laion2b               | nearest
 --clip-model local-dir:/nowhere             | open_clip_config.json
 --clip-model local-dir:{folder}             | open_clip_config.json
---clip-model hf-hub:no/such                 | needs a CUDA GPU
 --reward-head /nowhere.safetensors          | --reward-head No such file
 --reward-head {readme}                      | not made by eval_epic.py fit
 --clip-batch-size 0                         | clip_batch_size
