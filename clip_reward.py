@@ -163,9 +163,9 @@ class RewardArgs:
     compile: bool = False
     """compile the updates (on a GPU into one CUDA graph) and CLIP's image tower: the start takes
     longer, every step less time"""
-    clip_precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
+    clip_precision: Literal["auto", "fp16", "bf16", "fp32", "int8"] = "auto"
     """number format of CLIP's image tower; auto: fp32 on the CPU, fp16 on a GPU, or bf16 there if
-    fp16 overflows"""
+    fp16 overflows; int8: of its linear layers, by torchao"""
 
     def __post_init__(self) -> None:
         self.target_image = tuple(map(os.path.abspath, self.target_image))
@@ -431,6 +431,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     auto = AUTO.get(device.type, "fp32") if precision == "auto" else ""
     precision = auto or precision
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes["int8"] = torch.bfloat16  # of what is not linear
     if precision not in dtypes:
         raise UsageError(f"precision must be auto, {', '.join(dtypes)}; not {precision!r}")
     if precision == "fp32":  # by default cuDNN rounds the inputs of convolutions to TF32's 10 bits
@@ -482,12 +483,26 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
         del model.visual
         model.float()  # the text tower
         model.visual = visual.to(device, dtypes[precision])
+        if precision == "int8":
+            round_linear_layers(model.visual, name)
     clip = LoadedCLIP(model, tokenizer, preprocess, device, dtypes[precision])
     noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
     if auto == "fp16" and not CLIPEmbedder(clip).embed_images(noise).isfinite().all():
         print(f"{name} overflows in fp16: its image tower is bf16", flush=True)
         return load_clip(name, device, "bf16")
     return clip
+
+
+def round_linear_layers(visual: nn.Module, name: str) -> None:
+    """Round the weights of linear layers to int8, and their inputs as they come. Raises
+    UsageError without torchao, or for the model `name` if it has no such layer."""
+    try:
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+    except ImportError as error:
+        raise UsageError('--clip-precision int8 needs torchao: pip install ".[int8]"') from error
+    if not any(isinstance(part, nn.Linear) for part in visual.modules()):
+        raise UsageError(f"--clip-precision int8: the image tower of {name} has no linear layer")
+    quantize_(visual, Int8DynamicActivationInt8WeightConfig())
 
 
 @contextlib.contextmanager

@@ -77,14 +77,14 @@ repeat() { # N: the device, N times
 MANY=() devices=("$DEVICE")
 if [ "$DEVICE" = cpu ]; then
     echo "no GPU: small forms on the CPU, whose times say nothing about a GPU"
-    MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 PRECISIONS="fp32 fp16" STATES=2 ROWS="plain" PER_STEP=8
+    MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 PRECISIONS="fp32 fp16" STATES=2 ROWS="plain" PER_STEP=8 INT8=bf16
     TESTS=embeddings RENDERERS=(warp) STEPS=48
     tiny=(--num-envs 2 --episode-length 8 --gradient-steps 2 --clip-batch-size 4)
     small=("${tiny[@]}" --rollouts 1 --states-per-worker 4)
     learn=(--num-envs 2 --episode-length 12 --learning-starts 24 --gradient-steps 2)
 else
     MODEL=${TMPDIR:-/tmp}/random_ViT-bigG-14 SIZE=480 BATCHES="16 64 256" WORKERS=4 PRECISIONS="fp32 fp16 bf16" STATES=8
-    PER_STEP=1024 ROWS="plain compiled sb3" TESTS=cuda RENDERERS=(warp egl) STEPS=40000
+    PER_STEP=1024 INT8=int8 ROWS="plain compiled sb3" TESTS=cuda RENDERERS=(warp egl) STEPS=40000
     tiny=() small=(--rollouts 3) learn=()
     for n in 2 4 8; do [ "$GPUS" -lt "$n" ] || MANY+=("$n"); done
     mapfile -t devices < <(seq -f 'cuda:%.0f' 0 $((GPUS - 1)))
@@ -129,6 +129,7 @@ piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$S
 other profile 60 "${score[@]}" "${tiny[@]}" "${one[@]}" --renderer warp
 other memory 60 "${score[@]}" "${tiny[@]}" "${one[@]}" --renderer warp
 pipeline clip_compiled 120 --measure clip "${score[@]}" --compile --batches "${batches[@]:1:1}" "${one[@]}"
+pipeline clip_int8 90 --measure clip "${score[@]}" --clip-precision $INT8 --batches "${batches[@]:1:1}" "${one[@]}"
 pipeline run_compiled 200 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
 # 8. Drawing and CLIP without a learner, three cameras, Ray, more GPUs
 pipeline score_warp 90 --measure score "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp

@@ -590,7 +590,7 @@ def test_an_error_in_one_line_keeps_its_cause():
 def test_a_folder_beside_the_scripts_and_a_precision_that_does_not_exist(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert clip_reward.resolve(TINY) == (f"local-dir:{ROOT}/tiny_clip", None)
-    with pytest.raises(UsageError, match="must be auto, fp32, bf16, fp16; not 'fp64'"):
+    with pytest.raises(UsageError, match="must be auto, fp32, bf16, fp16, int8; not 'fp64'"):
         load_clip(TINY, precision="fp64")
 
 
@@ -604,6 +604,22 @@ def test_weights_of_openai_get_their_activation_and_only_the_image_tower_is_roun
     assert {(p.device.type, p.dtype) for p in text} == {("cpu", torch.float32)}
     image = clip.model.visual.parameters()
     assert {(p.device.type, p.dtype) for p in image} == {("meta", torch.bfloat16)}
+
+
+def test_linear_layers_of_int8_by_torchao(frames, monkeypatch):
+    exact = clip_reward.CLIPEmbedder(load_without_weights("ViT-B-32/openai")[0]).embed_images(
+        frames
+    )
+    clip, _ = load_without_weights("ViT-B-32/openai", precision="int8")
+    assert clip.dtype == torch.bfloat16
+    layer = clip.model.visual.transformer.resblocks[0].mlp.c_fc
+    assert layer.weight.qdata.dtype == torch.int8
+    assert (clip_reward.CLIPEmbedder(clip).embed_images(frames) * exact).sum(-1).min() > 0.995
+    with pytest.raises(UsageError, match="tiny_clip has no linear layer"):
+        load_clip(TINY, precision="int8")
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(UsageError, match=r'pip install ".\[int8\]"'):
+        load_clip(TINY, precision="int8")
 
 
 RARE = [
