@@ -105,7 +105,7 @@ for package in torch, torchvision, open_clip, mujoco, mujoco_warp, warp:
 if torch.cuda.is_available():
     print(torch.cuda.get_device_name(), torch.cuda.get_arch_list(), torch.version.cuda)
 renderer = sac.make_renderer(sac.Args(clip_model='tiny_clip', renderer='warp'), '$DEVICE', 480)
-state, _ = sac.tasks.describe_env('Humanoid-v5', sac.make_env(sac.Args()))[::-1]
+_, state, _ = sac.tasks.describe_env('Humanoid-v5', sac.make_env(sac.Args()))
 PIL.Image.fromarray(renderer.render(state[None])[0].swapaxes(0, 1).reshape(480, -1, 3)).save('$OUT/picture.png')
 print(renderer.description, '$OUT/picture.png')
 "
