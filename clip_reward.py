@@ -214,6 +214,11 @@ class RewardArgs:
                 "wait for days with --reward-devices cpu"
             )
 
+    def load_clip(self, device: str | torch.device) -> "LoadedCLIP":
+        """Load the model that the flags name. Raises UsageError."""
+        self.check_speed(device)
+        return load_clip(self.clip_model, device, self.clip_precision)
+
 
 @functools.cache
 def cuda_devices() -> list[str]:
@@ -430,8 +435,12 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     device = torch.device(device)
     auto = AUTO.get(device.type, "fp32") if precision == "auto" else ""
     precision = auto or precision
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtypes["int8"] = torch.bfloat16  # of what is not linear
+    dtypes = {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "int8": torch.bfloat16,  # of what is not linear
+    }
     if precision not in dtypes:
         raise UsageError(f"precision must be auto, {', '.join(dtypes)}; not {precision!r}")
     if precision == "fp32":  # by default cuDNN rounds the inputs of convolutions to TF32's 10 bits
@@ -644,10 +653,9 @@ class CLIPReward(CLIPEmbedder):
 
 def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
     """Load the model and the goal that `args` name; called in every worker."""
-    args.check_speed(device)
     head, words = load_head(args.reward_head), args.target_prompt + args.target_image
     with one_at_a_time():
-        clip = load_clip(args.clip_model, device, args.clip_precision)
+        clip = args.load_clip(device)
         goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
         reward: Any = CLIPReward(clip, *goal) if words or not head else CLIPEmbedder(clip)
         for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +64,7 @@ def bits(own, args, flags):
 
 def make_scorer(args, renderer):
     """Make what a worker does its work with."""
-    draw = functools.partial(sac.make_renderer, sac.Args(**vars(args) | {"renderer": renderer}))
+    draw = functools.partial(sac.make_renderer, replace(args, renderer=renderer))
     reward = functools.partial(clip_reward.make_clip_reward, args)
     return clip_reward.Scorer(draw, reward, args.devices()[0])
 
@@ -72,10 +72,10 @@ def make_scorer(args, renderer):
 def per_step(own, args, flags):
     """Draw and score the same states step by step and in chunks -> {way: pictures/s}."""
     states, speeds = helpers.humanoid_states(own.states), {}
-    for way, renderer, size in (
-        ("a step at a time, OpenGL", "egl", args.num_envs),
-        ("chunks, OpenGL", "egl", args.clip_batch_size),
-        ("chunks, MuJoCo Warp", "warp", args.clip_batch_size),
+    for way, renderer, size, ahead in (  # a worker draws a chunk while CLIP computes
+        ("a step at a time, OpenGL", "egl", args.num_envs, 0),
+        ("chunks, OpenGL", "egl", args.clip_batch_size, 1),
+        ("chunks, MuJoCo Warp", "warp", args.clip_batch_size, 1),
     ):
         scorer = make_scorer(args, renderer)
         chunks = [states[i : i + size] for i in range(0, len(states), size)]
@@ -83,7 +83,7 @@ def per_step(own, args, flags):
         began, launched = time.perf_counter(), []
         for chunk in chunks:
             launched.append(scorer.launch(chunk))
-            if size == args.num_envs or launched[1:]:  # a worker draws while CLIP computes
+            if len(launched) > ahead:
                 scorer.finish(launched.pop(0))
         for last in launched:
             scorer.finish(last)
@@ -98,18 +98,20 @@ def per_step(own, args, flags):
 def memory(own, args, flags):
     """Load, then score two chunks at once as a worker does -> GB after each."""
     result, chunk = {}, helpers.humanoid_states(args.clip_batch_size)
-    scorer = None
-    for stage in "loading", "scoring":
-        if scorer is None:
-            scorer = make_scorer(args, args.renderer)
-        else:
-            for launched in [scorer.launch(chunk), scorer.launch(chunk)]:
-                scorer.finish(launched)
+    scorer = make_scorer(args, args.renderer)
+
+    def peak(stage):
         if scorer.device.type == "cuda":
-            result[stage] = torch.cuda.max_memory_reserved(scorer.device) / 1e9
+            most = torch.cuda.max_memory_reserved(scorer.device)
         else:
-            result[stage] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        result[stage] = most / 1e9
         print(f"{stage}: at most {result[stage]:.2f} GB on {scorer.device}", flush=True)
+
+    peak("loading")
+    for launched in [scorer.launch(chunk), scorer.launch(chunk)]:
+        scorer.finish(launched)
+    peak("scoring")
     return {"peak_gb": result}
 
 

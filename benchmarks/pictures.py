@@ -32,15 +32,20 @@ from training.run import run_folder, say
 egl_render.setup_gl()  # before an environment imports mujoco
 
 
+def draw_best(folder, args, choose, size):
+    """Let a run's best.pt play an episode and draw the rows that `choose` picks of its T states ->
+    the rows [M], and frames [M, H, W, 3] uint8 by the run's first camera."""
+    data = play(args, checkpoint_paths(folder, ["best"]), 1, (args.seed, 3))
+    rows = choose(len(data))
+    with closing(make_scorer(args, cameras=1)) as scorer:
+        return rows, scorer.render(data.states[rows], size)
+
+
 def episode(folder, moments, size):
     """Return one episode of a run, with its sentence below: [moments, H, W, 3] uint8."""
     folder = run_folder(folder)
     args = load_run(folder)
-    data = play(args, checkpoint_paths(folder, ["best"]), 1, (args.seed, 3))
-    scorer = make_scorer(args, cameras=1)
-    shown = np.linspace(0, len(data) - 1, moments).astype(int)
-    frames = scorer.render(data.states[shown], size)
-    scorer.close()
+    _, frames = draw_best(folder, args, lambda T: np.linspace(0, T - 1, moments).astype(int), size)
     lines = [*textwrap.wrap(args.target_prompt[0], size // 6 + 1), "", "", ""]
     return [framed(frame, "\n".join(lines[:3])) for frame in frames]
 
@@ -72,11 +77,8 @@ def moments(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path):
     for folder in map(run_folder, runs):
         args = load_run(folder)
         args.camera_distance = 2.5
-        data = play(args, checkpoint_paths(folder, ["best"]), 1, (args.seed, 3))
-        steps = len(data) * np.arange(2, 5) // 4
-        with closing(make_scorer(args, cameras=1)) as scorer:
-            frames = scorer.render(data.states[steps - 1], 180)
-        cells += [framed(x, f"seed {args.seed}, step {t}") for x, t in zip(frames, steps)]
+        rows, frames = draw_best(folder, args, lambda T: T * np.arange(2, 5) // 4 - 1, 180)
+        cells += [framed(x, f"seed {args.seed}, step {t}") for x, t in zip(frames, rows + 1)]
     Image.fromarray(grid(cells, 3)).save(out, quality=80)
 
 

@@ -88,8 +88,7 @@ class Variants(torch.nn.Module):
 
     def __init__(self, device, args: clip_reward.RewardArgs, goals, alphas):
         super().__init__()
-        args.check_speed(device)
-        clip = clip_reward.load_clip(args.clip_model, device, args.clip_precision)
+        clip = args.load_clip(device)
         scene = args.baseline_prompt, max(alphas), args.target_image
         self.alphas = alphas
         self.rewards = [clip_reward.CLIPReward(clip, goal, *scene) for goal in goals]
@@ -114,9 +113,7 @@ def score(model: clip_reward.RewardArgs, goals, alphas, args, states):
 def embed(model: clip_reward.RewardArgs, args, states):
     """Draw states [N, S] as a script does with `args` and embed them on one device -> [N, V, D]
     float32 unit-norm, and the LoadedCLIP."""
-    device = model.devices()[0]
-    model.check_speed(device)
-    clip = clip_reward.load_clip(model.clip_model, device, model.clip_precision)
+    clip = model.load_clip(model.devices()[0])
     embedder = clip_reward.CLIPEmbedder(clip)
     found = through(lambda _: embedder.embed_images, model, args, states)
     return found.reshape(len(states), -1, found.shape[-1]), clip

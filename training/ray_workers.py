@@ -115,7 +115,8 @@ class RayPool(workers.Pool):
             actor, job = self.calls.pop(answer)
             try:
                 self.answers.append((job[0], self.ray.get(answer)))
-                self.lost = 0 if job is not LOAD else self.lost
+                if job is not LOAD:
+                    self.lost = 0
             except self.ray.exceptions.RayTaskError as error:
                 self.answers.append((job[0], error.cause))
             except self.ray.exceptions.RayError as error:

@@ -114,9 +114,9 @@ def check_memory(args, needs):
         "--render-size, --clip-batch-size": picture * chunk * (args.reward == "clip"),
         "--render-size, --video-freq": picture * args.episode_length * (args.video_freq > 0),
     }
-    gpu = torch.cuda.is_available()
-    there = torch.cuda.mem_get_info()[0] if gpu else free_memory()
-    for sizes, free in ((needs, there), (pictures, free_memory())):
+    host = free_memory()
+    learner = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host
+    for sizes, free in ((needs, learner), (pictures, host)):
         if sum(sizes.values()) > free:
             most = max(sizes, key=sizes.get)
             problem = f"{sizes[most] / 1e9:,.1f} GB are needed, {free / 1e9:,.1f} GB are free"
