@@ -198,7 +198,8 @@ def test_the_image_has_every_package_that_is_needed_and_no_other():
     assert used - with_others <= kept
     assert kept - used <= {"transformers", "pandas", "pyarrow"}  # of tokenizers and of Ray Tune
     library = names("\n".join([*PROJECT["project"]["dependencies"]]))
-    assert library | names("\n".join([*extras["warp"], *extras["track"], *extras["ray"]])) <= kept
+    optional = [package for extra in ("warp", "int8", "track", "ray") for package in extras[extra]]
+    assert library | names("\n".join(optional)) <= kept
     development = names("\n".join([*extras["vlm"], *extras["dev"]])) - {"clip-reward"}
     assert everything - kept == development
 
@@ -217,5 +218,6 @@ def test_a_wheel_is_the_library_and_its_data():
         assert wheel[f"scenes/{source.name}"] == f"egl_render/scenes/{source.name}"
     assert "scripts" not in PROJECT["project"]
     files = [ROOT / f"{name}.py" for name in library]
-    needed = imported(files) - {"clip_reward", "egl_render", "timm", "pyopengl", "tensorboard"}
+    optional = {"timm", "torchao", "pyopengl", "tensorboard"}
+    needed = imported(files) - {"clip_reward", "egl_render"} - optional
     assert needed <= names("\n".join(PROJECT["project"]["dependencies"]))
