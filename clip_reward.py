@@ -13,12 +13,10 @@ Source: "Vision-Language Models are Zero-Shot Reward Models for Reinforcement Le
 
 import contextlib
 import difflib
-import fcntl
 import functools
 import json
 import os
 import re
-import tempfile
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -515,19 +513,6 @@ def round_linear_layers(visual: nn.Module, name: str) -> None:
 
 
 @contextlib.contextmanager
-def one_at_a_time():
-    """Wait until no other process of this user on this machine is in here: eight workers that load
-    a model at once would need eight times its memory on the host."""
-    path = os.path.join(tempfile.gettempdir(), f"clip_reward_{os.getuid()}.lock")
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # no such folder, or nothing may be written there
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            stack.callback(os.close, lock)  # which unlocks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
 def weights_in_their_file():
     """Make modules whose parameters have no memory until load_state_dict gives them those of the
     file. A safetensors file is mapped: what a device gets is read once, for all processes."""
@@ -654,13 +639,12 @@ class CLIPReward(CLIPEmbedder):
 def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
     """Load the model and the goal that `args` name; called in every worker."""
     head, words = load_head(args.reward_head), args.target_prompt + args.target_image
-    with one_at_a_time():
-        clip = args.load_clip(device)
-        goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
-        reward: Any = CLIPReward(clip, *goal) if words or not head else CLIPEmbedder(clip)
-        for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
-            if hasattr(clip.model, part):  # gigabytes, and never needed again
-                delattr(clip.model, part)
+    clip = args.load_clip(device)
+    goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
+    reward: Any = CLIPReward(clip, *goal) if words or not head else CLIPEmbedder(clip)
+    for part in ("text", "transformer", "token_embedding", "ln_final", "text_decoder"):
+        if hasattr(clip.model, part):  # gigabytes, and never needed again
+            delattr(clip.model, part)
     if head:
         try:
             head.check_size(reward.embed_images(np.zeros((64, 64, 3), np.uint8)).shape[-1])

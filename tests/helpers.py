@@ -61,6 +61,11 @@ class MeanReward(torch.nn.Module):
         return frames.float().mean(dim=(1, 2, 3))
 
 
+def reward_of_shape(device, shape):
+    """A make_reward whose rewards are [B, *shape]."""
+    return lambda frames: torch.ones(len(frames), *shape)
+
+
 def make_nothing(device, error):
     """A make_renderer or make_reward that fails."""
     raise error

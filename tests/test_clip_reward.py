@@ -701,7 +701,7 @@ def test_four_workers_share_a_model_s_file(tmp_path):
             worker.kill()
     files = (peak - before) / (tmp_path / "open_clip_model.safetensors").stat().st_size
     print(f"four workers: {files:.2f} times the file")
-    assert 0.3 < files < 3  # without sharing 4 or more; the peak is sampled
+    assert 0.3 < files < 4  # without sharing 6 or more; the peak is sampled
 
 
 def test_other_weights_keep_their_activation(tiny):

@@ -244,7 +244,7 @@ def test_actors_score_and_draw_as_processes_do_to_the_bit(cluster):
         rewards.append(pool.score(states))
         frames.append(pool.render(states[:3], size=100))
         pool.close()
-    assert len(lines) == 2 and all(line.startswith("Ray actor: ") for line in lines)
+    assert lines and all(line.startswith("Ray actor: ") for line in lines)
     np.testing.assert_array_equal(*rewards)
     np.testing.assert_array_equal(*frames)
     assert rewards[0].std() > 1e-4

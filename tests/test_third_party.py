@@ -36,7 +36,8 @@ def env_id_of(package, task):
 @pytest.mark.parametrize("package, task, goals", CASES)
 def test_two_goals_give_two_pictures(package, task, goals):
     env_id = env_id_of(package, task)
-    args = sac.Args(env_id=env_id, target_prompt=("words",), clip_model=TINY, render_size=128)
+    flags = {"clip_model": TINY, "render_size": 128, "buffer_size": 1000}  # of pixels, in one case
+    args = sac.Args(env_id=env_id, target_prompt=("words",), **flags)
     sac.check_args(args)
     env, pictures = sac.make_env(args)(), []
     for seed in range(3):

@@ -152,6 +152,10 @@ def reward_that(**what):
     return functools.partial(MeanReward, **what)
 
 
+def reward_of_shape(*shape):
+    return functools.partial(helpers.reward_of_shape, shape=shape)
+
+
 def reward_without(error):
     return functools.partial(helpers.make_nothing, error=error)
 
@@ -165,6 +169,13 @@ def reward_without(error):
             *(reward_that(error=torch.OutOfMemoryError()), 1, RunError),
             "^cpu has no memory for so many frames at once; use a smaller --clip-batch-size$",
         ),
+        (
+            reward_of_shape(1),
+            1,
+            RunError,
+            r"^the reward module returned \[B, 1\]; it must return \[B\]$",
+        ),
+        (reward_of_shape(2, 2), 1, RunError, r"returned \[B, 2, 2\]; it must return \[B\]$"),
         (reward_that(error=SystemExit(3)), 1, RunError, "in forward.*failed: SystemExit: 3$"),
         (reward_without(EOFError("truncated")), 1, RunError, "in make_nothing.*truncated"),
         (reward_without(UsageError("no weights")), 1, UsageError, "^no weights$"),

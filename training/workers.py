@@ -82,13 +82,17 @@ class Pool:
             del self.rows[: self.batch_size]
 
     def take(self) -> np.ndarray:
-        """Wait for the rewards [B, ...] float32 of all that was put since the last `take`."""
+        """Wait for the rewards [B] float32 of all that was put since the last `take`. Raises
+        RunError for rewards of another shape."""
         if self.rows:
             self._send("score", np.array(self.rows))
         self.rows = []
         rewards, render_s, clip_s = zip(*self._collect() or [(np.empty(0, np.float32), 0, 0)])
         count = max(1, len(self.workers))
         self.render_s, self.clip_s = sum(render_s) / count, sum(clip_s) / count
+        if (shape := rewards[0].shape[1:]):
+            made = f"[B{''.join(f', {n}' for n in shape)}]"
+            raise RunError(f"the reward module returned {made}; it must return [B]")
         return np.concatenate(rewards)
 
     def score(self, states: np.ndarray) -> np.ndarray:
