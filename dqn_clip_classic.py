@@ -417,11 +417,10 @@ if __name__ == "__main__":
         if run.due(args.checkpoint_freq, run.step - steps, run.step):
             run.save(saved)
         if pictured and run.due(args.video_freq, run.step - steps, run.step):
-            frames = np.stack([states[0] for states in pictured])  # the first environment's episode
-            frames = frames[valid[: len(frames), 0]]
-            if drawn_from == "states":
-                frames = pool.render(frames, size=240)
-            run.video(frames, envs.metadata.get("render_fps"))
+            episode = np.stack([states[0] for states in pictured])  # of the first environment
+            episode = episode[valid[: len(episode), 0]]
+            render = functools.partial(pool.render, size=240) if draw else None
+            run.video(episode, envs.metadata.get("render_fps"), render)
 
     run.save(saved)  # a stopped run, too
     envs.close()

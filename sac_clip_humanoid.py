@@ -544,10 +544,9 @@ if __name__ == "__main__":
         if run.due(args.checkpoint_freq, run.step - T * N, run.step):
             run.save(saved)
         if pictured and film:
-            frames = np.stack([states[0] for states in pictured])  # the first environment's episode
-            if drawn_from == "states":
-                frames = pool.render(frames, size=240)
-            run.video(frames, envs.metadata.get("render_fps"))
+            episode = np.stack([states[0] for states in pictured])  # of the first environment
+            render = functools.partial(pool.render, size=240) if draw else None
+            run.video(episode, envs.metadata.get("render_fps"), render)
 
     run.save(saved)  # a stopped run, too
     envs.close()

@@ -1,8 +1,7 @@
 """Ask a vision-language model instead of a person: yes, no or unsure about each frame.
 
-The server may be any that speaks OpenAI's chat completions. The key is read from OPENAI_API_KEY and
-is neither printed nor saved; a local server needs none. The client itself repeats what fails by
-429, 5xx, a timeout or a cut connection, and waits longer each time.
+Any server that speaks OpenAI's chat completions will do. The key, from OPENAI_API_KEY, is neither
+printed nor saved. The client itself repeats what fails by 429, 5xx, a timeout or a lost connection.
 """
 
 import asyncio
@@ -13,9 +12,7 @@ from collections import Counter
 from contextlib import closing
 
 from clip_reward import RunError, UsageError, shorten
-from evaluation import figures
-from evaluation.datasets import labellers, results_folder
-from evaluation.runs import make_scorer
+from evaluation import datasets, figures, runs
 from training.run import say
 
 AT_ONCE, RETRIES, TIMEOUT_S = 8, 6, 180
@@ -26,8 +23,7 @@ Pictures side by side are views of one moment. Answer with one word as JSON, {{"
 {{"answer": "no"}} or {{"answer": "unsure"}}, and nothing else."""
 SCHEMA = {"type": "object", "required": ["answer"], "additionalProperties": False}
 SCHEMA["properties"] = {"answer": {"type": "string", "enum": ["yes", "no", "unsure"]}}
-STRUCTURED = {"type": "json_schema"}
-STRUCTURED["json_schema"] = {"name": "answer", "strict": True, "schema": SCHEMA}
+FORMAT = {"name": "answer", "strict": True, "schema": SCHEMA}
 # the JSON that was asked for, or the word alone, after what a reasoning model has thought
 ANSWER = r"(?is)(\s*<think>.*</think>)?\W*(json)?\W*(answer\b\W*)?(?P<word>yes|no|unsure)\W*"
 
@@ -43,7 +39,7 @@ def ask(session, indices, model, url, use):
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not key.isascii():
         raise UsageError("OPENAI_API_KEY has characters that no key has")
-    settings = {"temperature": 0, "response_format": STRUCTURED}
+    settings = {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": FORMAT}}
     text = {"type": "text", "text": QUESTION.format(session.task.name, session.task.criterion)}
     tally = Counter(dict.fromkeys((*ANSWERS, "calls", "tokens"), 0))
 
@@ -84,12 +80,13 @@ def ask(session, indices, model, url, use):
                 counts = ", ".join(f"{count} {word}" for word, count in tally.items())
                 say(f"{k + len(batch)} of {len(indices)}: {counts}")
 
-    with closing(make_scorer(session.dataset.args)) as scorer:
+    with closing(runs.make_scorer(session.dataset.args)) as scorer:
         try:
             asyncio.run(run(functools.partial(scorer.render, size=480)))
         except openai.OpenAIError as error:
-            problem = " ".join(f"{error} {error.__cause__ or ''}".split())
-            problem = problem.replace(key, "***") if key else problem
+            problem = " ".join(f"{error} {error.__cause__ or ''}".split()).replace(
+                key or "\n", "***"
+            )
             again = "to continue, type the same command"
             raise RunError(f"--by {model}: {shorten(problem, 200)} ({again})") from None
 
@@ -100,7 +97,7 @@ def check(session, model, url, count):
     from scipy.stats import binomtest  # takes a second
 
     data, task, path = session.dataset, session.task, session.path
-    whose = labellers(path, data, task.name) if path.exists() else {}
+    whose = datasets.labellers(path, data, task.name) if path.exists() else {}
     truth = {k: good for k, good in session.answers.items() if not whose[k]}
     source = f"a person's labels in {path}" if truth else "the judge"
     truth = truth or dict(enumerate(task.judge(data.states).astype(bool).tolist()))
@@ -114,12 +111,12 @@ def check(session, model, url, count):
     sure = [k for k in rows if given[k] is not None]
     wrong = [k for k in sure if given[k] != truth[k]]
     if sure:
-        same, n = len(sure) - len(wrong), len(sure)
-        low, high = binomtest(same, n).proportion_ci(method="wilson")
-        share = f"{100 * same / n:.0f} % (95 % interval {100 * low:.0f} to {100 * high:.0f} %)"
-        say(f"agreement {share} of the {n} answers yes or no")
+        same = binomtest(len(sure) - len(wrong), len(sure))
+        low, high = same.proportion_ci(method="wilson")
+        share = f"{same.statistic:.0%} (95% interval {low:.0%} to {high:.0%})".replace("%", " %")
+        say(f"agreement {share} of the {len(sure)} answers yes or no")
     if wrong:
-        sheet = results_folder(data.folder / "check") / "disagreements.png"
-        good = (truth[k] for k in wrong)
-        figures.draw_sheet(sheet, data.args, data.states[wrong], map(str, wrong), good)
+        sheet = datasets.results_folder(data.folder / "check") / "disagreements.png"
+        numbers, good = map(str, wrong), map(truth.get, wrong)
+        figures.draw_sheet(sheet, data.args, data.states[wrong], numbers, good)
         say(f"wrote {sheet} (green: good, and the model said no)")

@@ -284,7 +284,7 @@ def test_check_counts_agreement_with_a_person_or_the_judge(frames, server, tmp_p
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     low, high = 100 * (middle - half), 100 * (middle + half)
-    assert f"agreement 94 % (95 % interval {low:.0f} to {high:.0f} %) of the 47 answers" in said
+    assert f"agreement 94 % (95 % interval {low:.0f} % to {high:.0f} %) of the 47 answers" in said
     sheet = re.search(r"wrote (\S+) \(", said)[1]
     colours = np.asarray(Image.open(sheet)).reshape(-1, 3)
     assert (colours == (0, 150, 0)).all(1).any() and (colours == (210, 0, 0)).all(1).any()

@@ -230,6 +230,19 @@ def test_workers_that_give_no_answer_end_the_run(tmp_path, monkeypatch):
     assert wait_until(lambda: helpers.gone(pids(pool)), 10)
 
 
+def test_pictures_that_come_too_late_are_no_rewards(monkeypatch):
+    """They are of a video, whose failure does not end a run."""
+    pool = Pool(PaintRenderer, MeanReward, ["cpu"], batch_size=2)
+    pool.wait_ready()
+    os.kill(pids(pool)[0], signal.SIGSTOP)
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="no answer"):
+        patch.setattr(workers, "TIMEOUT", 1)
+        pool.render(numbers(3))
+    os.kill(pids(pool)[0], signal.SIGCONT)
+    np.testing.assert_array_equal(pool.score(numbers(5)), np.arange(5))
+    pool.close()
+
+
 def test_a_slow_worker_delays_nobody(tmp_path):
     """Whoever is free takes the next chunk, though another one still loads."""
     make_reward = functools.partial(helpers.first_is_slow, folder=tmp_path)

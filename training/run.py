@@ -558,11 +558,13 @@ class Run:
         for old in list(checkpoints(self.folder).values())[2:]:
             old.unlink(missing_ok=True)
 
-    def video(self, frames, fps):
-        """Write frames [T, H, W, 3] uint8 as videos/step_<n>.mp4, five moments of it as .png, and a
-        small GIF for TensorBoard; 30 frames a second if `fps` is None. What fails is a warning."""
+    def video(self, frames, fps, draw=None):
+        """Write frames [T, H, W, 3] uint8, or those that `draw` makes of states, as
+        videos/step_<n>.mp4, five moments of it as .png, and a small GIF for TensorBoard; 30 frames
+        a second if `fps` is None. What fails is a warning."""
         path, fps = self.folder / f"videos/step_{self.step}.mp4", fps or 30
         try:
+            frames = draw(frames) if draw else frames
             egl_render.write_video(path, frames, fps)
             moments = frames[np.linspace(0, len(frames) - 1, 5).astype(int)]
             sheet = Image.fromarray(np.concatenate(list(moments), 1)).quantize(128)

@@ -48,7 +48,8 @@ class Pool:
     """
 
     def __init__(self, make_renderer, make_reward, devices, batch_size=64):
-        self.batch_size, self.rows, self.sent = batch_size, [], 0
+        self.batch_size, self.rows = batch_size, []
+        self.sent, self.collected = 0, 0  # jobs so far
         self.workers, self.answers = [], []  # processes, and the end of a pipe from each
         self.render_s, self.clip_s, self.look = 0.0, 0.0, ""
         self.lines, self.results = [], {}  # what they run on; {number of a job: its result}
@@ -90,7 +91,7 @@ class Pool:
         rewards, render_s, clip_s = zip(*self._collect() or [(np.empty(0, np.float32), 0, 0)])
         count = max(1, len(self.workers))
         self.render_s, self.clip_s = sum(render_s) / count, sum(clip_s) / count
-        if (shape := rewards[0].shape[1:]):
+        if shape := rewards[0].shape[1:]:
             made = f"[B{''.join(f', {n}' for n in shape)}]"
             raise RunError(f"the reward module returned {made}; it must return [B]")
         return np.concatenate(rewards)
@@ -110,12 +111,11 @@ class Pool:
         self.sent += 1
 
     def _collect(self):
-        """Wait for the results of all jobs that were sent -> list, in their order."""
-        while len(self.results) < self.sent:
+        """Wait for the results of all jobs since the last call -> list, in their order."""
+        numbers, self.collected = range(self.collected, self.sent), self.sent
+        while not self.results.keys() >= {*numbers}:
             self._receive()
-        results = [self.results.pop(number) for number in range(self.sent)]
-        self.sent = 0
-        return results
+        return [self.results.pop(number) for number in numbers]
 
     def _receive(self):
         """Wait for one message of a worker: the result of a job, how it draws, or an error."""
