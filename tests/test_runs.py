@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -341,19 +342,21 @@ def interrupt(number, at, *words):
     return process.returncode
 
 
-def test_a_longer_sac_run_resumed_equals_the_uninterrupted_one(tmp_path):
-    base = [sac.__file__, *TRUTH, "--runs-dir"]
-    run(*base, tmp_path / "whole", "--total-timesteps", 144)
-    run(*base, tmp_path / "half", "--total-timesteps", 72)
-    half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
-    run(sac.__file__, "--resume", half, "--total-timesteps", 144)
+def test_a_resumed_run_equals_the_uninterrupted_one(finished, tmp_path):
+    script, whole, _ = finished
+    half = shutil.copytree(whole, tmp_path / "half")
+    (half / "checkpoints/step_96.pt").unlink()
+    flags = json.loads((half / "args.json").read_text())
+    run(script.__file__, "--resume", half, *(["--judge", flags["judge"]] if script is sac else []))
     one, two = checkpoint(half), checkpoint(whole)
-    assert equal(one, two) and not equal(one, checkpoint(half, "step_72"))
+    assert equal(one, two) and not equal(one, checkpoint(half, "step_48"))
+    assert equal(checkpoint(half, "best"), checkpoint(whole, "best"))
     values, _ = scalars(half)
-    assert [event.step for event in values["charts/SPS"]] == [24, 48, 72, 96, 120, 144]
-    assert "charts/clip_pictures" not in values, "the environment's own reward needs none"
+    assert [event.step for event in values["charts/SPS"]] == [24, 48, 72, 96]
+    if script is not sac:
+        return
     seen = one["replay"]["rings"][0].flatten(0, 2).double()
-    assert one["actor"]["normalize.count"] == len(seen) == 6 * 13 * 2
+    assert one["actor"]["normalize.count"] == len(seen) == 4 * 13 * 2
     best = checkpoint(half, "best")  # as it was played: with what had been seen before
     assert best["actor"]["normalize.count"] == (best["global_step"] / 24 - 1) * 13 * 2
     mean, var = one["actor"]["normalize.mean"], one["actor"]["normalize.var"]
@@ -417,23 +420,23 @@ def test_a_run_is_found_by_latest_and_by_the_folder_around_it(tmp_path, monkeypa
 
 
 def test_a_dqn_run_killed_twice_and_resumed_equals_the_uninterrupted_one(tmp_path):
-    base = [dqn.__file__, *TRUTH, "--total-timesteps", 2400]
+    base = [dqn.__file__, *TRUTH, "--total-timesteps", 1200]
     base += ["--checkpoint-freq", 120, "--anneal-lr", "--layer-norm"]
     base += ["--target-network-frequency", 4, "--buffer-size", 60, "--runs-dir"]
     run(*base, tmp_path / "whole")
     assert interrupt(signal.SIGTERM, 240, *base, tmp_path / "half") == 128 + signal.SIGTERM
     half, whole = only_run(tmp_path / "half"), only_run(tmp_path / "whole")
     stopped = checkpoint(half)["global_step"]
-    assert 240 <= stopped < 2400, "too late to interrupt it"
-    assert interrupt(signal.SIGKILL, 720, dqn.__file__, "--resume", half) == -signal.SIGKILL
-    assert stopped < checkpoint(half)["global_step"] < 2400
+    assert 240 <= stopped < 1200, "too late to interrupt it"
+    assert interrupt(signal.SIGKILL, 600, dqn.__file__, "--resume", half) == -signal.SIGKILL
+    assert stopped < checkpoint(half)["global_step"] < 1200
     run(dqn.__file__, "--resume", half)
     one, two = checkpoint(half), checkpoint(whole)
     assert equal(one, two)
-    assert one["updates"] == 100 * 6 and one["replay"]["count"] == 2400
+    assert one["updates"] == 50 * 6 and one["replay"]["count"] == 1200
     assert equal(checkpoint(half, "best"), checkpoint(whole, "best"))
     values, _ = scalars(half)
-    assert [event.step for event in values["charts/epsilon"]] == list(range(24, 2401, 24))
+    assert [event.step for event in values["charts/epsilon"]] == list(range(24, 1201, 24))
 
 
 @pytest.mark.parametrize(
@@ -464,7 +467,8 @@ def test_the_environments_own_reward_needs_no_prompt_and_no_gl(script, tmp_path)
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MUJOCO_GL": "disable"}
     output = run("-c", textwrap.dedent(spy), *TRUTH, *options, **offline).stdout
     values, _ = scalars(only_run(tmp_path))
-    assert len(values["charts/episodic_return"]) == 3 and "charts/clip_reward" not in values
+    assert len(values["charts/episodic_return"]) == 3
+    assert not {"charts/clip_reward", "charts/clip_pictures"} & values.keys()
     assert ("charts/success_rate" in values) == (script is dqn)
     (record,) = only_run(tmp_path).glob("wandb/offline-run-*/*.wandb")
     assert record.name == f"run-{only_run(tmp_path).name}.wandb", "resumed it is the same run"
@@ -575,9 +579,8 @@ def test_a_copy_with_a_layer_a_loss_and_a_scalar_of_its_own(script, tmp_path):
     assert len(found) == count
 
 
-@BOTH
-def test_a_copy_that_neither_logs_nor_saves_ends_all_the_same(script, tmp_path):
-    folder = copied(script, NEITHER, tmp_path)
+def test_a_copy_that_neither_logs_nor_saves_ends_all_the_same(tmp_path):
+    folder = copied(sac, NEITHER, tmp_path)
     assert not scalars(folder)[0]
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"best.pt"}
 
