@@ -131,39 +131,39 @@ class RewardArgs:
     """Flags of the reward."""
 
     target_prompt: tuple[str, ...] = ()
-    """what to do, in words; several prompts are averaged"""
+    """the goal, in words; several prompts are averaged"""
     baseline_prompt: tuple[str, ...] = ()
-    """what every picture of the scene shows, for --reward-alpha; several are averaged (default: "a
-    humanoid robot" for the humanoid)"""
+    """what every picture of the scene shows, in words, for --reward-alpha; several prompts are
+    averaged (default: "a humanoid robot" for the humanoid)"""
     target_image: tuple[str, ...] = ()
-    """files of pictures of the goal, in addition to words or instead of them; pictures that are not
-    square get black bars"""
+    """files with pictures of the goal, in addition to a prompt or instead of it; pictures that are
+    not square get black bars"""
     reward_head: str = ""
-    """a head that `eval_epic.py fit` has fitted to labels: the reward is its probability that a
-    state is good; with a target prompt or image too, it is the mean of that and CLIP's reward"""
+    """a head that `eval_epic.py fit` has fitted to labels. The reward is the head's probability
+    that a state is good; with a target prompt or image, it is the mean of this and CLIP's reward"""
     reward_alpha: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    """how much the reward ignores what does not distinguish the target from the --baseline-prompt,
-    from 0 (nothing: the plain cosine similarity) to 1 (everything)"""
+    """how strongly the reward ignores everything that does not distinguish the target from the
+    --baseline-prompt: from 0 (not at all: the plain cosine similarity) to 1 (completely)"""
     score_every: PositiveInt = 4
     """CLIP scores every `score_every`-th state of an episode, and the last one; the rewards of the
     states in between are interpolated (1: all states, as in the paper). --reward ground-truth
-    ignores it"""
+    ignores this flag"""
     reward: Literal["clip", "ground-truth"] = "clip"
-    """ground-truth: learn from the environment's own reward, as a baseline"""
+    """clip: learn from CLIP's reward; ground-truth: from the environment's own, as a baseline"""
     clip_model: ModelName = "ViT-bigG-14/laion2b_s39b_b160k"
-    """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline: tiny_clip"""
+    """ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; tiny_clip works offline"""
     clip_batch_size: PositiveInt = 64
     """pictures that a worker draws and scores at once; fewer need less memory on the GPU"""
     reward_devices: tuple[str, ...] = ()
-    """devices that draw and score, one worker each; name one twice for two workers. Default: every
-    CUDA device, else one "cpu" per core, at most four. ray: every GPU of a Ray cluster (its CPUs if
-    it has none), ray:N: N of them"""
+    """devices that draw and score, one worker each; name a device twice for two workers. The
+    default is every CUDA device, or else one "cpu" per core (at most four). ray uses every GPU of a
+    Ray cluster (its CPUs if it has no GPU), and ray:N uses N of them"""
     compile: bool = False
-    """compile the updates (on a GPU into one CUDA graph) and CLIP's image tower: the start takes
-    longer, every step less time"""
+    """compile the updates (on a GPU into one CUDA graph) and CLIP's image tower; the start takes
+    longer, but every step takes less time"""
     clip_precision: Literal["auto", "fp16", "bf16", "fp32", "int8"] = "auto"
     """number format of CLIP's image tower; auto: fp32 on the CPU, fp16 on a GPU, or bf16 there if
-    fp16 overflows; int8: of its linear layers, by torchao"""
+    fp16 overflows; int8: int8 for its linear layers, by torchao"""
 
     def __post_init__(self) -> None:
         self.target_image = tuple(map(os.path.abspath, self.target_image))

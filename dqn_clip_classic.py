@@ -1,29 +1,29 @@
 """DQN from a sentence: the reward of a step is CLIP's score of its picture against a prompt
-(VLM-RM, arXiv 2310.12921; double DQN, arXiv 1509.06461). Network, replay buffer, updates, the loop
-and the names of all scalars are in this file; tasks are in environments/.
+(VLM-RM, arXiv 2310.12921; double DQN, arXiv 1509.06461). The network, replay buffer, updates, loop
+and names of all scalars are in this file. The tasks are in environments/.
 
-CartPole:
+This trains on CartPole:
 
     python dqn_clip_classic.py --target-prompt "pole vertically upright on top of the cart"
 
-Offline on a laptop, with the small CLIP that comes with the project:
+This runs offline on a laptop, with the small CLIP that comes with the project:
 
     python dqn_clip_classic.py --target-prompt "pole vertically upright on top of the cart" \\
         --clip-model tiny_clip
 
-MountainCar in the same way:
+This trains on MountainCar in the same way:
 
     python dqn_clip_classic.py --env-id MountainCar-v0 --clip-model tiny_clip \\
         --target-prompt "a car at the peak of the mountain, next to the yellow flag" \\
         --total-timesteps 80000
 
-Another Gymnasium task with discrete actions (MODULE:NAME for one of your own):
+This trains on another Gymnasium task with discrete actions (MODULE:NAME for one of your own):
 
     python dqn_clip_classic.py --env-id Acrobot-v1 --target-prompt "a pendulum pointing up"
 
 The paper's own settings are in docs/paper.md.
 
-DQN itself, on Gymnasium's own CartPole (a return of 475 counts as solved):
+This checks DQN itself on Gymnasium's own CartPole (a return of 475 counts as solved):
 
     python dqn_clip_classic.py --reward ground-truth --terminate --num-envs 1 \\
         --episode-length 500 --total-timesteps 100000 --learning-starts 1000 --gradient-steps 250 \\
@@ -66,16 +66,16 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium task with discrete actions; MODULE:NAME imports MODULE first, which registers it.
-    CartPole-v1, MountainCar-v0 and MuJoCo tasks whose pictures follow from their states are drawn
-    from them, others by their own render()"""
+    CartPole-v1, MountainCar-v0 and MuJoCo tasks whose pictures depend only on their states are
+    drawn from these; other tasks draw themselves with render()"""
     total_timesteps: PositiveInt = 40_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 4
-    """parallel environments, a process for each (CartPole-v1, MountainCar-v0: all in one)"""
+    """parallel environments, one process each (CartPole-v1, MountainCar-v0: one for all)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 200
-    """steps of every episode; a rollout is one episode of each environment"""
+    """steps per episode; a rollout is one episode of each environment"""
     terminate: bool = False
-    """end episodes where Gymnasium ends them, to check DQN itself (only --reward ground-truth)"""
+    """end episodes where Gymnasium ends them, to check DQN (only with --reward ground-truth)"""
     buffer_size: PositiveInt = 100_000
     """transitions in the replay buffer"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.99
@@ -89,7 +89,7 @@ class Args(RunArgs):
     target_network_frequency: PositiveInt = 1
     """updates of the network per update of the target network"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.01
-    """target smoothing coefficient; 1: a copy, as in the paper"""
+    """target smoothing coefficient; 1 copies the network, as in the paper"""
     double: bool = True
     """double DQN: the network chooses the next action and the target network evaluates it"""
     learning_rate: Annotated[float, Interval(gt=0, le=1)] = 5e-4
@@ -97,9 +97,9 @@ class Args(RunArgs):
     anneal_lr: bool = True
     """anneal the learning rate linearly to 0 over total_timesteps (not in the paper)"""
     max_grad_norm: Annotated[float, Interval(gt=0)] = 10.0
-    """gradients are clipped to this norm"""
+    """norm to which gradients are clipped"""
     layer_norm: bool = False
-    """layer norm in the hidden layers, against values that diverge (not in the paper)"""
+    """use layer norm in the hidden layers, which keeps values from diverging (not in the paper)"""
     start_e: Share = 1.0
     """initial epsilon (constant within a rollout)"""
     end_e: Share = 0.04
@@ -110,7 +110,7 @@ class Args(RunArgs):
     checkpoint_freq: NonNegativeInt = 64_000
     """steps between checkpoints; the end of a run always has one"""
     video_freq: NonNegativeInt = 64_000
-    """steps between videos, and one at the end; 0: none"""
+    """steps between videos; the end of a run always has one (0: no videos)"""
 
 
 def make_env(args: Args, filmed=False):

@@ -147,20 +147,20 @@ class RenderArgs:
     render_size: Annotated[int | None, Interval(ge=16, le=8192)] = None
     """height and width of the frames in pixels (default: 480, for tiny_clip 64)"""
     renderer: Literal["auto", "egl", "warp"] = "auto"
-    """what draws MuJoCo's states: OpenGL by EGL, or MuJoCo Warp, which needs no OpenGL and draws on
-    the device that CLIP uses; auto: EGL if a GPU can draw by it, otherwise Warp"""
+    """what draws MuJoCo's states: OpenGL through EGL, or MuJoCo Warp, which needs no OpenGL and
+    draws on the device that CLIP uses; auto: EGL if a GPU supports it, otherwise Warp"""
     textured: bool = True
-    """realistic sky, stone floor and sunlight for models that come with Gymnasium, a humanoid of
-    metal, MountainCar as a landscape; any other model keeps its own look"""
+    """draw Gymnasium's own models with a realistic sky, stone floor and sunlight, its humanoid with
+    a metal surface, and MountainCar as a landscape; other models keep their own look"""
     camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
-    """metres from the camera to the point it looks at. Without these four flags the camera is the
-    paper's for the humanoid, and otherwise the task's own"""
+    """metres from the camera to the point it looks at. Without the four --camera flags, the
+    humanoid has the paper's camera, and any other task its own"""
     camera_azimuth: tuple[Annotated[float, Interval(ge=-360, le=360)], ...] = ()
-    """the camera's direction, in degrees around the vertical axis. With several, CLIP scores a
-    picture from each, and the reward of a state is the mean (default: 180 120 240 for the humanoid,
-    whose knees and hands a single camera may not see; the paper: 180)"""
+    """the camera's direction, in degrees around the vertical axis. With several, CLIP scores one
+    picture from each, and the reward of a state is their mean (default: 180 120 240 for the
+    humanoid, because a single camera may not see its knees and hands; the paper: 180)"""
     camera_elevation: Annotated[float | None, Interval(ge=-360, le=360)] = None
-    """the camera's tilt in degrees; a negative one looks down"""
+    """the camera's tilt in degrees; with a negative tilt it looks down"""
     camera_lookat: tuple[Metres, Metres, Metres] | None = None
     """the point that the camera looks at, in metres; x and y follow a robot that can leave the
     picture"""

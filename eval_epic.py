@@ -1,16 +1,16 @@
-r"""How good is the reward, how good is the policy? Look before you train, and after.
+r"""Measure how good a reward is before training, and how good a policy is after it.
 
     python eval_epic.py landscape --clip-model RN50/openai ViT-bigG-14/laion2b_s39b_b160k
     python eval_epic.py prompts --task kneeling --clip-model ViT-L-14/openai
 
-Collect states: from a run's checkpoints, a classic task's state space, or the pose library:
+Collect states from a run's checkpoints, a classic task's state space, or the pose library:
 
     python eval_epic.py collect --source run --run runs/RUN --episodes 5 --out data/kneeling.npz
     python eval_epic.py collect --source uniform --env-id CartPole-v1 --out data/cartpole.npz
     python eval_epic.py collect --source poses --render-size 96 --out data/poses.npz
 
 Compute the EPIC distance (arXiv 2006.13900) of reward models to labels, draw what a judge accepts
-and rejects, and label by key press; results go to data/kneeling/:
+and rejects, and label by key press. The results go to data/kneeling/:
 
     python eval_epic.py epic --dataset data/kneeling.npz --judge kneeling \
         --clip-model RN50/openai ViT-L-14/openai ViT-bigG-14/laion2b_s39b_b160k
@@ -19,12 +19,12 @@ and rejects, and label by key press; results go to data/kneeling/:
     python eval_epic.py label data/kneeling.npz --by Qwen/Qwen3-VL-8B-Instruct --url http://localhost:8000/v1
     python eval_epic.py epic --dataset data/kneeling.npz --labels data/kneeling/labels.csv
 
-Fit a reward to these labels, to train with by --reward-head, and find out what to label next:
+Fit a reward to these labels, for training with --reward-head, and find out what to label next:
 
     python eval_epic.py fit --dataset data/kneeling.npz --out data/head.safetensors
     python eval_epic.py label data/more.npz --uncertain data/head.safetensors
 
-Compute a success rate by a task's judge, by your own, or by a person; write a run's index.html:
+Compute a success rate with a task's judge, with your own, or with labels; write a run's index.html:
 
     python eval_epic.py success --run runs/RUN --compare runs/GROUND_TRUTH_RUN
     python eval_epic.py success --run runs/RUN --judge my_task.py:somersault
@@ -71,7 +71,7 @@ egl_render.setup_gl()  # before an environment or a judge imports mujoco
 
 @dataclass
 class Pictures(egl_render.RenderArgs):
-    """How states are drawn; the defaults are the run's own flags, or those of training."""
+    """How states are drawn. The defaults are the run's own flags, or those of training."""
 
     textured: bool | None = None
 
@@ -87,7 +87,7 @@ def args_of(env_id):
 
 @dataclass(kw_only=True)
 class Collect(Own):
-    """Write states, and what is known of them, as a dataset: one .npz file."""
+    """Write a dataset, states and what is known about them, to one .npz file."""
 
     source: Literal["run", "uniform", "poses"]
     """where states come from: rollouts of a run's checkpoints; a classic task's state space; the
@@ -113,7 +113,7 @@ class Collect(Own):
     per_pose: Few = 40
     """--source poses: samples of each pose"""
     seed: NonNegativeInt = 0
-    """seed of everything random"""
+    """seed of all random numbers"""
 
     def __call__(self):
         made = {name: x for name, x in vars(self).items() if name not in ("out", "render")}
@@ -166,7 +166,8 @@ class OnDataset(Own):
 @dataclass
 class Epic(OnDataset):
     """Compute the EPIC distance of reward models to labels (--labels env: to the environment's own
-    reward). A table, a CSV file and figures go to a new folder epic_LABELS beside the dataset."""
+    reward). A table, a CSV file and figures are written to a new folder, epic_LABELS, beside the
+    dataset."""
 
     reward: Rewards = field(default_factory=Rewards)
 
@@ -176,22 +177,23 @@ class Epic(OnDataset):
 
 @dataclass
 class Prompts(OnDataset):
-    """Find the best prompt, alpha and cameras: print AUC and EPIC distance of every combination on
-    labelled states, and the command that trains with the best. Each --camera-azimuth is tried
-    alone, in pairs, and together (default: 180 120 240 for the humanoid, or the dataset's)."""
+    """Find the best prompt, alpha and cameras: print the AUC and the EPIC distance of every
+    combination on labelled states, and the command that trains with the best one. The values of
+    --camera-azimuth are tried alone, in pairs, and all together (default: 180 120 240 for the
+    humanoid, or the dataset's)."""
 
     dataset: Path | None = None
     """a file made by collect"""
     task: Literal[tuple(judges.TASKS)] | None = None
     """one of the paper's tasks. Without --dataset the prompts are tried on ready-made states:
-    sampled poses, and states of policies that learned half of a pose (a classic task: its state
-    space)"""
+    sampled poses and states of policies that learned half of a pose, or the state space of a
+    classic task"""
     per_pose: Few = 40
     """samples of each pose, without --dataset"""
     reward: PromptRewards = field(default_factory=PromptRewards)
     render: Pictures = field(default_factory=Pictures)
     out: Path = Path("runs/prompts")
-    """the results go to a new folder, OUT_TASK"""
+    """the results are written to a new folder, OUT_TASK"""
 
     def __call__(self):
         if self.dataset:
@@ -217,8 +219,9 @@ class Prompts(OnDataset):
 
 @dataclass
 class Sheet(OnDataset):
-    """Draw a dataset's states, and those that are good (green frames) and not good (red) by all
-    tasks of its environment, or by --judge or --labels, into a new folder, sheets, beside it."""
+    """Draw a dataset's states into a new folder, sheets, beside it. For every task of the
+    environment, or for --judge or --labels, a further sheet shows good states (green frames) and
+    others (red frames)."""
 
     def __call__(self):
         one = self.judge is not None or self.labels != "judge"
@@ -229,9 +232,9 @@ class Sheet(OnDataset):
 
 @dataclass
 class Success(OnDataset):
-    """Compute the success rate of a policy by a judge, or of a dataset's episodes by a judge or by
-    labels. The result goes to a new folder success_.. in the run (with a video of the verdicts) or
-    beside the dataset. Without a judge, info["success"] of the last step decides."""
+    """Compute the success rate of a policy with a judge, or of a dataset's episodes with a judge or
+    labels. The result is written to a new folder, success_.., in the run (with a video of the
+    verdicts) or beside the dataset. Without a judge, info["success"] of the last step decides."""
 
     dataset: Path | None = None
     """a file made by collect"""
@@ -245,7 +248,7 @@ class Success(OnDataset):
     """episodes to play, without exploration, from starts that training never saw"""
     videos: NonNegativeInt = 16
     """episodes in the video, seen by the run's first camera; the first ten are in the contact
-    sheet. 0: neither"""
+    sheet (0: no video and no contact sheet)"""
 
     def __call__(self):
         if (self.run is None) == (self.dataset is None):
@@ -267,7 +270,7 @@ class Success(OnDataset):
 
 @dataclass
 class Page:
-    """Write a run's index.html: curves, newest videos, flags, and what to type next."""
+    """Write a run's index.html, with the curves, newest videos, flags, and what to type next."""
 
     run: RunFolder
     """folder of the run, a folder with one run in it, or latest"""
@@ -368,7 +371,7 @@ class Fit(Own):
     dataset: tuple[Path, ...]
     """files made by collect, of one task and with the same cameras"""
     out: Path
-    """the head, such as data/head.safetensors; its worst errors are drawn beside it"""
+    """the head's file, such as data/head.safetensors; the worst errors are drawn beside it"""
     labels: str | None = None
     """what decides which states are good: judge, or a CSV file of labels; default: labels.csv
     in the folder beside each dataset"""

@@ -1,25 +1,25 @@
 """SAC from a sentence: the reward of a step is CLIP's score of its picture against a prompt
-(VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905). Networks, exploration, replay buffer, updates,
-the loop and the names of all scalars are in this file; tasks are in environments/.
+(VLM-RM, arXiv 2310.12921; SAC, arXiv 1812.05905). The networks, exploration, replay buffer,
+updates, loop and names of all scalars are in this file. The tasks are in environments/.
 
-The defaults are the recipe that asks CLIP for few pictures; docs/results.md says what it learns.
-This uses every GPU of this machine (--reward-devices cuda:0 cuda:1 uses some of them, and
---reward-devices ray all GPUs of a Ray cluster):
+With the defaults CLIP scores few pictures; docs/results.md shows what a policy learns from them.
+This command uses every GPU of the machine (--reward-devices cuda:0 cuda:1 uses only these two, and
+--reward-devices ray uses all GPUs of a Ray cluster):
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling"
 
-Offline on a laptop, with the small CLIP that comes with the project:
+This runs offline on a laptop, with the small CLIP that comes with the project:
 
     python sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" \\
         --clip-model tiny_clip --total-timesteps 64000
 
 The paper's own settings are in docs/paper.md.
 
-Another Gymnasium task with continuous actions (MODULE:NAME for one of your own):
+This trains on another Gymnasium task with continuous actions (MODULE:NAME for one of your own):
 
     python sac_clip_humanoid.py --env-id Ant-v5 --target-prompt "a four-legged robot on its back"
 
-The environment's own reward, as a baseline (nothing is drawn):
+This learns from the environment's own reward, as a baseline (nothing is drawn):
 
     python sac_clip_humanoid.py --reward ground-truth --video-freq 0
 """
@@ -55,26 +55,27 @@ from training.workers import make_pool
 
 @dataclass(config={"extra": "forbid"})
 class Args(RunArgs):
-    """Flags of SAC. Those of every run are in training/run.py, of the reward in clip_reward.py, of
-    the pictures in egl_render.py; --help shows them all."""
+    """Flags of SAC. The flags of every run are in training/run.py, those of the reward in
+    clip_reward.py, and those of the pictures in egl_render.py. --help shows all of them."""
 
     env_id: str = "Humanoid-v5"
     """Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers it.
-    MuJoCo tasks whose pictures follow from their states are drawn from them, others by their own
-    render()"""
+    MuJoCo tasks whose pictures depend only on their states are drawn from these; other tasks draw
+    themselves with render()"""
     total_timesteps: PositiveInt = 300_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 8
-    """parallel environments, a process for each (Humanoid-v5, MountainCarContinuous: all in one)"""
+    """parallel environments, one process each (Humanoid-v5, MountainCarContinuous: one for all)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 100
-    """steps of every episode; none ends earlier. A rollout is one episode of each environment"""
+    """steps per episode; no episode ends earlier. A rollout is one episode of each environment"""
     buffer_size: PositiveInt = 1_000_000
     """transitions in the replay buffer, rounded down to whole rollouts"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.97
     """discount factor"""
     n_step: PositiveInt = 3
-    """how many rewards a critic's target sums before it bootstraps (n-step returns, Sutton and
-    Barto 2018, chapter 7; the paper: 1). Only the entropy of the state it bootstraps from counts"""
+    """number of rewards that a critic's target sums before it bootstraps (n-step returns, Sutton
+    and Barto 2018, chapter 7; the paper: 1). Only the entropy of the state from which it bootstraps
+    is added"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """target smoothing coefficient, per update"""
     batch_size: PositiveInt = 128
@@ -87,18 +88,18 @@ class Args(RunArgs):
     """learning rate of actor, critics and entropy coefficient"""
     normalize: bool = True
     """normalise observations by their running mean and standard deviation (SimBa), and the hidden
-    layers of the critics by layer norm (DroQ, SimBa): their values stay reasonable with many
-    updates per step. Not in the paper"""
+    layers of the critics by layer norm (DroQ, SimBa), which keeps their values reasonable with many
+    updates per step. The paper does neither"""
     observe_forces: bool = False
-    """observe all 348 numbers of Humanoid-v5, as in the paper: also the bodies' inertia and
+    """observe all 348 numbers of Humanoid-v5, as in the paper. They include the bodies' inertia and
     velocity, and the forces of actuators and contacts, which reach 5000. Otherwise the agent
-    observes positions and velocities of the joints, 45 numbers"""
+    observes only the positions and velocities of the joints (45 numbers)"""
     pink_noise: bool = True
     """explore with pink noise, also in the random actions before learning; otherwise with white
-    noise, which is new at every step (as in the paper)"""
+    noise, which is independent at every step (as in the paper)"""
     entropy_coef: Annotated[float | None, Interval(ge=0, lt=1e6)] = None
-    """fixed entropy coefficient (default: tuned to a policy entropy of -dim(actions), starting at
-    0.05)"""
+    """fixed entropy coefficient (default: it starts at 0.05 and is tuned until the policy's entropy
+    is -dim(actions))"""
 
     def __post_init__(self):
         super().__post_init__()

@@ -22,7 +22,7 @@ Alphas = tuple[Annotated[float, Interval(ge=0, le=1)], ...]
 
 @dataclass
 class Rewards(clip_reward.RewardArgs):
-    """Each picture is embedded once by each model. Prompts that are not given are the task's."""
+    """Each model embeds each picture once. By default, the prompts are the task's."""
 
     reward: tyro.conf.Suppress[Literal["clip"]] = "clip"
     reward_head: tyro.conf.Suppress[str] = ""
@@ -30,8 +30,8 @@ class Rewards(clip_reward.RewardArgs):
     """the device that scores: cuda:i or cpu (default: the first GPU; a small model needs none)"""
     score_every: tyro.conf.Suppress[int] = 1
     reward_alpha: Alphas = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """alphas to compare: how much a reward ignores what does not distinguish the target from the
-    --baseline-prompt, from 0 (nothing) to 1 (everything)"""
+    """alphas to compare: how strongly a reward ignores everything that does not distinguish the
+    target from the --baseline-prompt, from 0 (not at all) to 1 (completely)"""
     clip_model: tuple[ModelName, ...] = ("ViT-bigG-14/laion2b_s39b_b160k",)
     """models to compare: ARCH/TAG of open_clip, hf-hub:ORG/NAME or local-dir:PATH; offline:
     tiny_clip"""
@@ -53,14 +53,14 @@ class Rewards(clip_reward.RewardArgs):
 
 @dataclass
 class Prompts(Rewards):
-    """Each picture is embedded once by each model."""
+    """Each model embeds each picture once."""
 
     target_prompt: tuple[str, ...] = ()
     """prompts to compare; default: the task's and some paraphrases"""
     target_image: tyro.conf.Suppress[tuple[str, ...]] = ()
     reward_alpha: Alphas = (0.0, 0.5, 1.0)
-    """alphas to compare: how much a reward ignores what does not distinguish the target from the
-    --baseline-prompt, from 0 (nothing) to 1 (everything)"""
+    """alphas to compare: how strongly a reward ignores everything that does not distinguish the
+    target from the --baseline-prompt, from 0 (not at all) to 1 (completely)"""
 
 
 @dataclass

@@ -46,23 +46,23 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     them."""
 
     seed: Annotated[int, Interval(ge=0, lt=2**63)] = 1
-    """seed of networks, environments, exploration and replay"""
+    """seed of the networks, the environments, exploration and replay"""
     track: bool = False
-    """log to Weights & Biases as well; it reads WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE"""
+    """also log to Weights & Biases, which reads WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE"""
     runs_dir: str = "runs"
     """folder of all runs"""
     checkpoint_freq: NonNegativeInt = 128_000
     """steps between checkpoints; the end of a run always has one"""
     video_freq: NonNegativeInt = 128_000
-    """steps between videos, and one at the end; 0: none"""
+    """steps between videos; the end of a run always has one (0: no videos)"""
     judge: str | None = None
-    """log charts/success_rate by a judge of states, never used as a reward: a task of
-    environments/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool); default: the task with
-    this prompt, if there is one"""
+    """the judge of states whose verdicts are logged as charts/success_rate and never used as a
+    reward: a task in environments/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool);
+    default: the task with the given prompt, if there is one"""
     resume: str | None = None
-    """folder of the run to resume, with its own flags, or a folder with one run in it; or latest:
-    the newest run in --runs-dir that was started with these flags, or a new one if there is none;
-    or a checkpoint RUN/checkpoints/step_<n>.pt: a new run that starts with its networks and may
+    """what to resume. A run's folder, or a folder with one run in it: this run, with its own flags.
+    latest: the newest run in --runs-dir that was started with these flags, or a new run if there is
+    none. A checkpoint, RUN/checkpoints/step_<n>.pt: a new run that starts with its networks and may
     have other flags, such as another --reward-head"""
 
     @property
