@@ -2,9 +2,9 @@
 
     python examples/gym_wrapper.py           # CartPole with tiny_clip: one, then a vector of four
 
-The environment draws itself (`render_mode="rgb_array"`) and every step is scored immediately:
-simple, but as slow as drawing and scoring picture by picture. If rewards may arrive at the end of
-an episode, hand states to training.workers.Pool instead, as the scripts do.
+The environment draws itself (`render_mode="rgb_array"`), and every step is scored immediately.
+This is simple but slow, because pictures are drawn and scored one by one. If rewards may arrive at
+the end of an episode, hand the states to training.workers.Pool instead, as the scripts do.
 """
 
 import sys
@@ -20,23 +20,23 @@ import numpy as np
 
 
 def check_drawn(env):
-    """Raise ValueError for an environment without pictures. Called by `step`, because Gymnasium's
-    checker makes environments without them."""
+    """Raise ValueError for an environment without pictures. `step` calls this, because Gymnasium's
+    checker makes environments that draw no pictures."""
     if env.render_mode != "rgb_array":
         raise ValueError('pictures are needed: gym.make(..., render_mode="rgb_array")')
 
 
 class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
-    """Replace a step's reward with CLIP's score of the picture after it. The environment's own
-    reward is info["env_reward"].
+    """Replace a step's reward with CLIP's score of the picture after the step. The environment's
+    own reward is in info["env_reward"].
 
     Args:
-        env: with render_mode="rgb_array".
+        env: an environment with render_mode="rgb_array".
         reward: maps pictures [B, H, W, 3] uint8 to rewards [B], as CLIPReward does.
     """
 
     def __init__(self, env, reward):
-        # for gym.make(env.spec); a deep copy would be one more CLIP for every environment
+        # for gym.make(env.spec); a deep copy would load one more CLIP for every environment
         gym.utils.RecordConstructorArgs.__init__(self, reward=reward, _disable_deepcopy=True)
         gym.Wrapper.__init__(self, env)
         self.reward = reward
@@ -49,7 +49,7 @@ class CLIPRewardWrapper(gym.Wrapper, gym.utils.RecordConstructorArgs):
 
 
 class CLIPRewardVectorWrapper(gym.vector.VectorWrapper):
-    """Do the same for a vector environment; all pictures of a step are scored in one batch.
+    """Do the same for a vector environment. All pictures of a step are scored in one batch.
 
     An environment that resets itself within the step that ends an episode would show the next
     episode's first picture, so its autoreset mode must be "next step" (the default) or off. The
@@ -81,7 +81,7 @@ def main():
     reward = CLIPReward(clip, ["pole vertically upright on top of the cart"])
     env = CLIPRewardWrapper(gym.make("CartPole-v1", render_mode="rgb_array"), reward)
     env.reset(seed=1)
-    print("one:", [round(env.step(0)[1], 2) for _ in range(8)])  # the pole falls, the reward too
+    print("one:", [round(env.step(0)[1], 2) for _ in range(8)])  # pole and reward fall
     envs = gym.make_vec("CartPole-v1", num_envs=4, render_mode="rgb_array")
     envs = CLIPRewardVectorWrapper(envs, reward)
     envs.reset(seed=1)

@@ -1,7 +1,7 @@
 """CLIP as a reward function of imitation: (state, action, next_state, done) -> rewards.
 
-imitation 1.0.1 needs Gymnasium 0.29, the scripts here 1.4 or newer. The reward itself needs
-neither, so this runs in a virtual environment of its own:
+imitation 1.0.1 needs Gymnasium 0.29, and the scripts here need 1.4 or newer. The reward itself
+needs neither, so this example runs in a virtual environment of its own:
 
     python3 -m venv ~/imitation && . ~/imitation/bin/activate
     pip install imitation==1.0.1 torch torchvision open_clip_torch pydantic
@@ -26,14 +26,14 @@ from environments.classic import CartPoleTask, ClassicRenderer
 
 
 class CLIPRewardFn:
-    """imitation's `RewardFn`: a transition's reward is CLIP's score of its next state's picture.
+    """imitation's `RewardFn`: a transition's reward is CLIP's score of the next state's picture.
 
     Args:
         reward: maps pictures [B, H, W, 3] uint8 to rewards [B], as CLIPReward does.
         renderer: draws states [B, S], as ClassicRenderer and MujocoRenderer do.
-        to_states: observations [B, ...] -> states [B, S]. imitation passes observations, which must
-            contain everything that a picture shows: CartPole's do, but the humanoid's leave out
-            where it is.
+        to_states: maps observations [B, ...] to states [B, S]. imitation passes observations, which
+            must contain everything that a picture shows. CartPole's do, but the humanoid's leave
+            out its position.
     """
 
     def __init__(self, reward, renderer, to_states=np.asarray):
@@ -45,7 +45,7 @@ class CLIPRewardFn:
 
 
 def make_env():
-    """Make a CartPole that goes on when the pole falls: imitation wants equally long episodes."""
+    """Make a CartPole that continues when the pole falls: imitation needs equally long episodes."""
     return gym.wrappers.TimeLimit(CartPoleTask(gym.make("CartPole-v1").unwrapped), 200)
 
 

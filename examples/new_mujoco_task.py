@@ -1,15 +1,15 @@
-"""A robot of your own: lamp.xml is its MuJoCo model; environment, camera and goal are in this file.
+"""A robot of your own. lamp.xml is its MuJoCo model; its environment, camera and goal are here.
 
     python examples/new_mujoco_task.py                        # offline, two minutes on two cores
     python examples/new_mujoco_task.py --target-prompt "a desk lamp to read by" \\
         --clip-model ViT-bigG-14/laion2b_s39b_b160k --render-size 480      # by a sentence, on a GPU
 
-No copy of sac_clip_humanoid.py is needed: it takes any task that Gymnasium knows, draws a MuJoCo
-task from its state, and imports the module in --env-id from its own folder or PYTHONPATH.
+No copy of sac_clip_humanoid.py is needed: the script takes any task that Gymnasium knows, draws a
+MuJoCo task from its states, and imports the module in --env-id from its own folder or PYTHONPATH.
 
 tiny_clip was trained on humanoids, carts and cars and knows no sentence about lamps. Offline the
-goal is therefore a picture, drawn here from the wanted pose: the reward of a state is the cosine
-similarity of its picture and the goal's (--target-image).
+goal is therefore a picture, drawn here from the desired pose. The reward of a state is the cosine
+similarity of its picture and the picture of the goal (--target-image).
 """
 
 import os
@@ -37,7 +37,7 @@ from warp_render import WarpRenderer
 class Lamp(MujocoEnv):
     """Three hinges under position control; every episode begins with the lamp upright."""
 
-    # MujocoEnv insists on these
+    # MujocoEnv requires these
     modes = ["human", "rgb_array", "depth_array", "rgbd_tuple"]
     metadata = {"render_modes": modes, "render_fps": 20}
 
@@ -65,7 +65,7 @@ GOAL = np.array([[-0.5, 2.0, 0.6, 0, 0, 0]])  # qpos and qvel of a lamp to read 
 
 
 def bent(states):
-    """The lower arm leans to one side, the upper one is bent level to the other."""
+    """The lower arm leans to one side, and the upper arm is bent to the other side and level."""
     base, elbow = states[:, 0], states[:, 1]
     return (base < -0.2) & (np.abs(base + elbow - np.pi / 2) < 0.5)
 

@@ -4,13 +4,13 @@
 
 A reward is a torch module that maps frames [B, H, W, 3] uint8 to [B] float32. Its factory is called
 once in every worker with the worker's device, and must be picklable: a class or function at the top
-level of a module, with its settings bound by functools.partial. (With several cameras frames are
-[B, V, H, W, 3], and the reward has to reduce V; these two support one camera.) The two here are the
-pixelwise distance to a picture of the goal, and a small head on CLIP's embeddings, as aesthetic
-scores use.
+level of a module, with its settings bound by functools.partial. (With several cameras the frames
+are [B, V, H, W, 3], and the reward has to reduce V, as GoalDistance does.) The two rewards here are
+the pixelwise distance to a picture of the goal, and a small head on CLIP's embeddings like those of
+aesthetic scores.
 
-To learn from one, copy a script, name the reward in Args, and replace the line that makes it
-(docs/new_task.md):
+To learn from one of them, copy a script, name the reward in Args, and replace the line that makes
+it (docs/new_task.md):
 
     reward: str = "goal-distance"
     score = functools.partial(GoalDistance, goal=goal)
@@ -35,8 +35,8 @@ from warp_render import WarpRenderer
 
 class GoalDistance(nn.Module):
     """1 minus the mean distance, per pixel and colour, to a picture [H, W, 3] uint8 of the goal,
-    both shrunk to 16 x 16, so that an object beside its goal scores more than one far from it. With
-    several cameras, frames [B, V, H, W, 3], it is the mean over all pictures of a state."""
+    both shrunk to 16 x 16, so that an object near its goal scores higher than one far from it. With
+    several cameras (frames [B, V, H, W, 3]), it is the mean over all pictures of a state."""
 
     def __init__(self, device, goal):
         super().__init__()
@@ -55,8 +55,8 @@ class GoalDistance(nn.Module):
 
 
 class LinearHead(nn.Module):
-    """A linear layer on CLIP's unit-norm embeddings, as in most aesthetic scores: weights [D] and a
-    bias from a file of yours (here the simplest head: one text embedding minus another)."""
+    """A linear layer on CLIP's unit-norm embeddings, as in most aesthetic scores. Its weights [D]
+    and bias come from your own file. (Here they are one text embedding minus another, and 0.)"""
 
     def __init__(self, device, more, less, model="local-dir:tiny_clip"):
         super().__init__()

@@ -1,14 +1,14 @@
-"""stable-baselines3 learns from CLIP's reward: its off-policy algorithms, here DQN on CartPole.
+"""stable-baselines3's off-policy algorithms learn from CLIP's reward, here DQN on CartPole.
 
     pip install stable-baselines3
     python examples/sb3_clip_reward.py --seed 1        # with tiny_clip: four minutes on two cores
 
-`CLIPVecEnv` hands every state to the pool of workers, which draw and score while the episode is
-still being played, and returns reward 0. `CLIPRewards` takes all rewards at the end of the rollout
-and writes them over the zeros in the replay buffer, before the first update. Why not one step at a
-time, in `step_wait`? Every step would wait for a picture and for CLIP, in batches of one state per
-environment where CLIP wants dozens. Algorithms that learn from the rollout itself (PPO, A2C) have
-computed their advantages before a callback is called: they need the slow way, see gym_wrapper.py.
+`CLIPVecEnv` hands every state to the pool of workers and returns reward 0. The workers draw and
+score while the episode is still being played. `CLIPRewards` takes all rewards at the end of the
+rollout and writes them over the zeros in the replay buffer, before the first update. If `step_wait`
+computed the rewards, every step would wait for a picture and for CLIP, which is fast only with
+batches of dozens of pictures. Algorithms that learn from the rollout itself (PPO, A2C) compute
+their advantages before a callback is called, so they need the slow way (gym_wrapper.py).
 """
 
 import argparse
@@ -36,7 +36,7 @@ PROMPT = "pole vertically upright on top of the cart"
 
 
 class CLIPVecEnv(VecEnvWrapper):
-    """Environments whose infos have "states": these go to the pool, and the reward is 0 for now."""
+    """Send the "states" in the infos of the environments to the pool; the reward is 0 for now."""
 
     def __init__(self, venv, pool):
         super().__init__(venv)
@@ -52,7 +52,7 @@ class CLIPVecEnv(VecEnvWrapper):
 
 
 class CLIPRewards(BaseCallback):
-    """Write the rewards of a rollout into the replay buffer when it is over."""
+    """Write the rewards of a rollout into the replay buffer when the rollout is over."""
 
     def __init__(self, pool):
         super().__init__()

@@ -1,19 +1,21 @@
-r"""Many runs on one Ray cluster: tasks x prompts x seeds, each on a GPU or a fraction of one.
+r"""Many runs on one Ray cluster: tasks x prompts x seeds, each on a GPU or on a fraction of one.
 
-Which sentence teaches CartPole, which MountainCar? 18 runs, offline, 15 minutes on two cores:
+This compares sentences for CartPole and MountainCar: 18 runs, offline, 15 minutes on two cores:
 
     pip install ".[ray]"
     python examples/sweep.py
 
-The paper's tasks, two runs per GPU, on all machines of a Ray cluster that have this code in the
-same place and share the folder of --out. Flags that are not the sweep's go to every run:
+This trains on the paper's tasks, with two runs per GPU, on all machines of a Ray cluster. They need
+this code in the same place, and share the folder of --out. Flags that are not the sweep's go to
+every run:
 
     python examples/sweep.py --tasks kneeling lotus splits --seeds 1 2 3 4 --gpus-per-run 0.5 \
         --out /shared/sweep --compile
 
---out gets a folder TASK/PROMPT/SEED with each run and its console.txt, and for each task the curves
-of its prompts (benchmarks/plot_runs.py). Ctrl-C ends every run with a checkpoint; the same command
-resumes them and repeats those that failed. If a machine is lost, its runs continue elsewhere.
+The folder of --out gets a folder TASK/PROMPT/SEED for each run, with its console.txt, and for each
+task the curves of its prompts (benchmarks/plot_runs.py). Ctrl-C ends every run with a checkpoint;
+the same command resumes these runs and repeats those that failed. If a machine is lost, its runs
+continue elsewhere.
 """
 
 import itertools
@@ -51,13 +53,13 @@ for task in judges.tasks_of("Humanoid-v5"):
 @dataclass
 class Args:
     tasks: tuple[Literal[*TASKS], ...] = ("CartPole", "MountainCar")
-    """which of TASKS"""
+    """tasks to train on, from TASKS"""
     prompts: tuple[str, ...] = ()
-    """what to learn from (default: the task's prompts in TASKS)"""
+    """prompts to learn from (default: the task's prompts in TASKS)"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """one run of every prompt per seed"""
     gpus_per_run: float = 1
-    """0.25: four runs share a GPU; ignored on a cluster without GPUs"""
+    """with 0.25, four runs share a GPU; ignored on a cluster without GPUs"""
     out: Path = Path("runs/sweep")
     """the folder of the sweep"""
 
@@ -67,7 +69,7 @@ def folder_of(out, task, prompt, seed):
 
 
 class Training(tune.Trainable):
-    """One run, as a process that prints to console.txt in its folder."""
+    """One run, as a process that writes to console.txt in the run's folder."""
 
     def setup(self, config, out, flags):
         task, prompt, seed = config["run"]
