@@ -120,12 +120,12 @@ def pose_figures(judge, count, size):
         if look.startswith("textured") and not figure >= MIN_AUC
     ]
     return [
-        f"One-vs-rest AUC of the prompt's reward (alpha 0) over {len(qpos)} states: {count} of "
-        "each pose and rollouts of random policies. The paper's camera and MuJoCo Warp's pictures "
-        "unless said otherwise. "
-        f"Promised: {MIN_AUC} for {', '.join(PROMISED)} in the textured scene.",
+        f"This is the one-vs-rest AUC of the prompt's reward (alpha 0) over {len(qpos)} states: "
+        f"{count} of each pose, and rollouts of random policies. The camera is the paper's and "
+        "MuJoCo Warp draws, unless the column says otherwise. "
+        f"The AUC of {', '.join(PROMISED)} in the textured scene must be at least {MIN_AUC}.",
         table(["prompt", *looks], [[PROMPTS[c], *row.values()] for c, row in aucs.items()]),
-        "Sentences it has never seen (AUC, textured):",
+        "Sentences it has never seen have this AUC in the textured scene:",
         table(["prompt", "AUC"], [[s, auc_of(s, c, next(iter(looks)))] for c, s in UNSEEN.items()]),
     ], missed
 
@@ -143,7 +143,7 @@ def blend_figures(judge, blends, size):
     missed = f"mean Spearman along blends {mean:.3f} < {MIN_SPEARMAN}"
     return [
         f"Does the reward rise on the way from standing into the pose? Spearman's rank correlation "
-        f"along blends of 11 pictures, mean {mean:.3f}.",
+        f"along blends of 11 pictures has a mean of {mean:.3f}.",
         table(["goal", "mean", "lowest blend"], rows),
     ], [] if mean >= MIN_SPEARMAN else [missed]
 
@@ -175,9 +175,10 @@ def half_figures(judge, count, size):
             row.append(f"{reward[at].mean():.2f} +- {reward[at].std():.2f} ({at.sum()})")
         rows.append(row)
     return [
-        "Half poses: mean reward, its standard deviation and the number of states, by how much of "
-        f"the pose there is (`data.degrees`), over {len(qpos)} states of policies that no training "
-        f"saw, half poses and whole ones; mean of the azimuths {VIEWS}:",
+        "For half poses, the table shows the mean reward, its standard deviation and the number of "
+        f"states, by how much of the pose a state shows (`data.degrees`). The {len(qpos)} states are "
+        "those of policies that no training saw, half poses and whole poses. The reward is the mean "
+        f"over the azimuths {VIEWS}:",
         table(["prompt", "Spearman", *LEVELS], rows),
     ], []
 
@@ -205,9 +206,10 @@ def classic_figures(judge, scenes=CLASSIC_SCENES, count=500, sizes=(64, 96)):
             span = f"{along.min():.2f} to {along.max():.2f}"
             rows.append([scene, size, rank.statistic, linear.statistic, off, span])
     return [
-        "CartPole and MountainCar: how the reward for the goal prompt agrees with how near the "
-        "goal the state is (`classic.truth_of`; Spearman's and Pearson's correlation over random "
-        "states), and how far from the goal (rad, position) it is largest along one sweep:",
+        "For CartPole and MountainCar, the table shows how well the reward of the goal prompt agrees "
+        "with how near the goal the state is (`classic.truth_of`; Spearman's and Pearson's "
+        "correlation over random states). It also shows how far from the goal (rad, position) the "
+        "reward has its maximum along one sweep:",
         table(["scene", "px", "Spearman", "Pearson", "maximum off by", "range"], rows),
     ], missed
 
