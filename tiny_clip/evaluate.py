@@ -175,10 +175,10 @@ def half_figures(judge, count, size):
             row.append(f"{reward[at].mean():.2f} +- {reward[at].std():.2f} ({at.sum()})")
         rows.append(row)
     return [
-        "For half poses, the table shows the mean reward, its standard deviation and the number of "
-        f"states, by how much of the pose a state shows (`data.degrees`). The {len(qpos)} states are "
-        "those of policies that no training saw, half poses and whole poses. The reward is the mean "
-        f"over the azimuths {VIEWS}:",
+        "For half poses, the table shows the mean reward, its standard deviation and the number "
+        f"of states, by how much of the pose a state shows (`data.degrees`). The {len(qpos)} "
+        "states are those of policies that no training saw, half poses and whole poses. The "
+        f"reward is the mean over the azimuths {VIEWS}:",
         table(["prompt", "Spearman", *LEVELS], rows),
     ], []
 
@@ -206,8 +206,8 @@ def classic_figures(judge, scenes=CLASSIC_SCENES, count=500, sizes=(64, 96)):
             span = f"{along.min():.2f} to {along.max():.2f}"
             rows.append([scene, size, rank.statistic, linear.statistic, off, span])
     return [
-        "For CartPole and MountainCar, the table shows how well the reward of the goal prompt agrees "
-        "with how near the goal the state is (`classic.truth_of`; Spearman's and Pearson's "
+        "For CartPole and MountainCar, the table shows how well the reward of the goal prompt "
+        "agrees with how near the goal the state is (`classic.truth_of`; Spearman's and Pearson's "
         "correlation over random states). It also shows how far from the goal (rad, position) the "
         "reward has its maximum along one sweep:",
         table(["scene", "px", "Spearman", "Pearson", "maximum off by", "range"], rows),
