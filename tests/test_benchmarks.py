@@ -27,7 +27,7 @@ def run(*command, code=0, **environment):
 @pytest.mark.slow
 def test_what_is_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
     """gpu.sh: a piece of each kind ends with numbers above 0, in one table and one JSON."""
-    names = "run_warp updates memory draw_warp_by_2"
+    names = "run_warp memory draw_warp_by_2"
     environment = {"DEVICE": "cpu", "PYTHON": sys.executable}
     environment["ONLY"] = ",".join(["imports", "learn", "judged", *names.split()])
     printed = run("benchmarks/gpu.sh", tmp_path, **environment).stdout
@@ -46,7 +46,6 @@ def test_what_is_for_a_gpu_runs_in_its_form_for_a_cpu(tmp_path):
     assert min(unit for stage in stages.values() for unit in stage.values()) > 0
     assert results["run_warp"]["end_to_end_of_alone"] > 0
     assert results["draw_warp_by_2"]["draw_alone_frames_per_s"] > 0
-    assert results["updates"]["updates_per_second"].keys() == {"SAC", "DQN"}
     assert 0 < results["memory"]["peak_gb"]["loading"] <= results["memory"]["peak_gb"]["scoring"]
 
 

@@ -1,6 +1,5 @@
 """The examples do what they say, started as a user would."""
 
-import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import clip_reward
 GOOD = ("a leaning pole", "pole vertically upright on top of the cart")
 BAD = "pole and cart"  # the baseline as well, which is an error of this prompt's runs only
 SWEEP = [
-    *("examples/sweep.py", "--tasks", "CartPole", "--prompts", *GOOD, BAD, "--seeds", 1, 2),
+    *("examples/sweep.py", "--tasks", "CartPole", "--prompts", *GOOD, BAD, "--seeds", 1),
     *("--reward-alpha", 0.5, "--baseline-prompt", BAD, "--video-freq", 0),
     *("--num-envs", 2, "--episode-length", 12, "--gradient-steps", 6, "--learning-starts", 24),
 ]
@@ -82,14 +81,13 @@ def test_what_it_prints_is_what_the_event_files_say(finished):
     out, printed = finished
     for scalar in ("clip_reward", "success_rate"):
         printed = printed.partition(f"CartPole, {scalar}\n")[2]
-        for prompt, seed in itertools.product(GOOD, "12"):
-            folder = only_run(out / "CartPole" / prompt / seed)  # the stopped went on in their own
+        for prompt in GOOD:
+            folder = only_run(out / "CartPole" / prompt / "1")  # it went on in its own
             events, _ = helpers.scalars(folder)
             end = np.mean([event.value for event in events[f"charts/{scalar}"]][-10:])
             (line,) = [x for x in printed.splitlines()[:4] if x.startswith(folder.name)]
             assert f"mean of the last 10: {end:.4g}," in line
-            assert seed == "1" or ": 48 steps" in line
-        assert all(f"{prompt}']: 2 runs" in printed for prompt in GOOD)
+        assert all(f"{prompt}']: 1 runs" in printed for prompt in GOOD)
         assert (out / f"CartPole_{scalar}.png").stat().st_size > 5000
 
 
@@ -97,11 +95,9 @@ def test_what_it_prints_is_what_the_event_files_say(finished):
 def test_a_failed_run_is_one_line_and_the_others_finish(finished):
     out, printed = finished
     failed = [line for line in printed.splitlines() if "FAILED" in line]
-    assert len(failed) == 2 and "Traceback" not in printed
-    for seed in (1, 2):
-        console = out / "CartPole" / BAD / f"{seed}/console.txt"
-        assert f"FAILED, exit code 2: see {console}" in failed
-        assert "target and baseline prompt are the same" in console.read_text()
+    console = out / "CartPole" / BAD / "1/console.txt"
+    assert failed == [f"FAILED, exit code 2: see {console}"] and "Traceback" not in printed
+    assert "target and baseline prompt are the same" in console.read_text()
 
 
 # ------------------------------------------------------------------------------ gym_wrapper.py

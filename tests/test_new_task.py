@@ -36,7 +36,7 @@ def apply(diff):
     return new, text
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.slow), 1])
 def trained(request, tmp_path_factory):
     """A copy of the document, trained for a few rollouts -> (number, script, run folder)."""
     number, folder = request.param, tmp_path_factory.mktemp("copy")

@@ -375,15 +375,14 @@ def test_a_task_that_draws_itself_trains_with_its_goal_and_its_own_success(tmp_p
     assert [event.value for event in values["charts/success_rate"]] == [1.0, 1.0]
 
 
+LOST = "peoples_tasks.ContextLost: the GL context is lost"
+
+
 @pytest.mark.parametrize(
     "task, message",
     [
-        ("LostLater", "the environment failed: peoples_tasks.ContextLost: the GL context is lost"),
-        pytest.param(
-            "OneLicence",
-            "the environment failed: peoples_tasks.ContextLost: the GL context is lost",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("LostLater", f"the environment failed: {LOST}", marks=pytest.mark.slow),
+        pytest.param("OneLicence", f"the environment failed: {LOST}", marks=pytest.mark.slow),
         ("Quits", "the process of an environment died while it was made"),
     ],
 )

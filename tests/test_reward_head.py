@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY, checkpoint, equal, humanoid_states, only_run, run
+from helpers import ROOT, TINY, checkpoint, humanoid_states, only_run, run
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -317,32 +317,27 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_dqn_learns_from_a_head_beside_words_and_resumes_to_the_bit(head, tmp_path):
+def test_dqn_learns_from_a_head_beside_words(head, tmp_path):
     copied = tmp_path / "head.safetensors"
     copied.write_bytes(head[0].read_bytes())
     words = ["--reward-head", copied, "--target-prompt", PROMPT]
-    words.append("--no-anneal-lr")  # or 48 steps would anneal faster than 96
     script = ROOT / "dqn_clip_classic.py"
-    for steps in 48, 96:  # the second is the whole
-        folder = tmp_path / str(steps)
-        run(script, *words, *SMALL, "--total-timesteps", steps, "--runs-dir", folder)
-    half, whole = only_run(tmp_path / "48"), only_run(tmp_path / "96")
-    saved = json.loads((half / "args.json").read_text())
+    run(script, *words, *SMALL, "--total-timesteps", 48, "--runs-dir", tmp_path / "first")
+    first = only_run(tmp_path / "first")
+    saved = json.loads((first / "args.json").read_text())
     assert saved["reward_head"] == with_hash(str(copied))
     assert len(saved["reward_head"].rpartition("#")[2]) == 64
-    run(script, "--resume", half, "--total-timesteps", 96)
-    assert equal(checkpoint(half), checkpoint(whole))
     # its rewards are the means of what the head and the words say
-    rewards = checkpoint(whole)["replay"]["rings"][3]
+    rewards = checkpoint(first)["replay"]["rings"][3]
     assert (rewards >= 0).all() and (rewards <= 1).all() and rewards.std() > 0
     # another head under the same name
     tensors = load_head(str(copied))
     copied.write_bytes(Head(-tensors.weight, tensors.bias, tensors.about).to_bytes())
-    refused = run(script, "--resume", half, "--total-timesteps", 120, code=2).stderr
+    refused = run(script, "--resume", first, "--total-timesteps", 96, code=2).stderr
     assert f"--reward-head {copied} is missing or has changed" in refused
     assert len(refused.splitlines()) == 1
     # a new run may go on with it
-    words = ["--resume", half / "checkpoints/step_96.pt", "--reward-head", copied]
+    words = ["--resume", first / "checkpoints/step_48.pt", "--reward-head", copied]
     run(script, *words, "--total-timesteps", 24, "--runs-dir", tmp_path / "new")
     saved = json.loads((only_run(tmp_path / "new") / "args.json").read_text())
     assert saved["reward_head"] == with_hash(str(copied))

@@ -504,9 +504,9 @@ def workers(pid):
 
 
 @pytest.mark.slow
-@BOTH
-def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(script, tmp_path):
+def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(tmp_path):
     """The learner is saved as it was after the last rollout, however rare the checkpoints are."""
+    script = sac
     flags = [script.__file__, *CLIP[script], "--reward-devices", "cpu", "cpu", "--video-freq", 0]
     flags += ["--total-timesteps", 144, "--clip-batch-size", 8, "--checkpoint-freq", 0]
     run(*flags, "--runs-dir", tmp_path / "whole")
