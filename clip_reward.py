@@ -29,7 +29,7 @@ from unittest import mock
 # but beside a busy process on the same cores SAC's updates fall from 65 a second to 1; with this
 # bound they are 36 (2 cores, batch 256; docs/speed.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # kernels are not chosen by their time
+os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # kernels are not chosen by timing
 os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # errors of flags stay short
 
 import numpy as np
@@ -46,11 +46,11 @@ Array = torch.Tensor | np.ndarray
 
 
 class UsageError(Exception):
-    """Something the person at the terminal can fix. The message is one line; exit code 2."""
+    """A problem that the user can fix. The message is one line, and the exit code is 2."""
 
 
 class RunError(RuntimeError):
-    """Something that ends a run. The message is one line; exit code 1."""
+    """Something that ends a run. The message is one line, and the exit code is 1."""
 
 
 def shorten(text: str, width: int) -> str:
@@ -60,8 +60,8 @@ def shorten(text: str, width: int) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return an exception's type and message in one line of at most about 400 characters, without
-    ANSI codes. Of a long message of several lines, each keeps its beginning: load_state_dict has
-    one line each for missing, unexpected and misshapen weights."""
+    ANSI codes. A long message keeps the beginning of each of its lines, because load_state_dict
+    writes one line each about missing, unexpected and misshapen weights."""
     lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).splitlines()
     lines = [" ".join(line.split()) for line in lines if line.strip()]
     # torch's advice and the traceback of another process stand above the line with the cause
@@ -78,7 +78,7 @@ def one_line(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """As `one_line`, without the type unless the message is a single word, as a KeyError's is."""
+    """Return `one_line` without the type, unless the message is one word, as a KeyError's is."""
     message = one_line(error).partition(": ")[2]
     return message if " " in message else one_line(error)
 
@@ -95,8 +95,8 @@ def model_folder(name: str) -> Path:
 
 
 def full_name(name: str) -> str:
-    """Return "local-dir:FOLDER" for the bare name of a folder that holds a model; other names as
-    they are."""
+    """Return "local-dir:FOLDER" for the bare name of a folder that holds a model, and any other
+    name unchanged."""
     bare = name and not name.startswith(("local-dir:", "hf-hub:"))
     here = bare and (model_folder(name) / "open_clip_config.json").is_file()
     return f"local-dir:{name}" if here else name
@@ -228,7 +228,7 @@ def cuda_devices() -> list[str]:
     except RuntimeError as error:
         cause = f"the CUDA driver does not start ({message_of(error)})"
         need = f"{ours} needs a driver for CUDA {str(torch.version.cuda).partition('.')[0]}"
-        ways = "update it, install a torch for an older CUDA, or without: --reward-devices cpu"
+        ways = "update it, install a torch for an older CUDA, or use no GPU: --reward-devices cpu"
         raise UsageError(f"{count} GPUs, but {cause}; {need}: {ways}") from error
     built = ", ".join(torch.cuda.get_arch_list() if count else [])
     for i in range(count):
@@ -238,7 +238,7 @@ def cuda_devices() -> list[str]:
         runs = (int(n) <= card and (n[:-1] == str(major) or kind != "sm") for kind, n in codes)
         if built and not any(runs):
             what = f"{torch.cuda.get_device_name(i)} is sm_{card}, but {ours} is built for {built}"
-            raise UsageError(f"{what}: install another torch, or hide it by CUDA_VISIBLE_DEVICES")
+            raise UsageError(f"{what}: install another torch, or hide it with CUDA_VISIBLE_DEVICES")
     return [f"cuda:{i}" for i in range(count)]
 
 
@@ -267,11 +267,11 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 def load_image(path: str | Path) -> np.ndarray:
-    """Read a picture, turned by its EXIF tag, on white -> [H, W, 3] uint8. Raises UsageError."""
+    """Read a picture on white, turned by its EXIF tag -> [H, W, 3] uint8. Raises UsageError."""
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)
-    except Exception as error:  # damaged files and bombs raise half a dozen kinds
+    except Exception as error:  # damaged files and bombs raise half a dozen types
         raise UsageError(f"{path} cannot be read as a picture: {message_of(error)}") from error
     if picture.mode.startswith(("I", "F")):
         raise UsageError(f"{path} has more than 8 bits per channel; save it with 8")
@@ -325,7 +325,7 @@ class Preprocess(nn.Module):
                 images = transform(images)
                 continue
             size = transform.size
-            if hasattr(transform, "get_params"):  # open_clip's own, which asks a PIL picture's size
+            if hasattr(transform, "get_params"):  # open_clip's own, which uses a PIL picture's size
                 picture = types.SimpleNamespace(size=images.shape[:1:-1])
                 size = transform.get_params(picture, size, transform.longest)
             size = [size] if isinstance(size, int) else list(size)  # one number: the shorter edge
@@ -334,19 +334,19 @@ class Preprocess(nn.Module):
         return images.float() * self.scale + self.shift
 
 
-# the names of weights that open_clip looks for in a folder, the one that it prefers first
+# the files of weights that open_clip looks for in a folder, in its order of preference
 WEIGHTS = (
     "open_clip_model.safetensors open_clip_pytorch_model.safetensors open_clip_pytorch_model.bin "
     "open_clip_pytorch_model.pth model.safetensors pytorch_model.bin pytorch_model.pth model.pth"
 ).split()
-AUTO = {"cuda": "fp16"}  # the image tower's precision on other devices than a CPU
-# without any of these transformers makes a tokenizer that knows no word
+AUTO = {"cuda": "fp16"}  # the image tower's precision on devices other than a CPU
+# if none of these files exists, transformers makes a tokenizer without a vocabulary
 VOCABULARIES = "tokenizer.json", "*.model", "vocab.txt", "merges.txt"
 
 
 def find_weights(folder: Path) -> str:
     """Return the file of weights in a model's folder: the first of WEIGHTS, or else the only file
-    of another name, such as a training checkpoint, epoch_5.pt. Raises UsageError."""
+    with another name, such as a training checkpoint, epoch_5.pt. Raises UsageError."""
     files = (path for path in folder.glob("[!.]*") if path.is_file())
     names = sorted(x.name for x in files if x.suffix in (".safetensors", ".bin", ".pth", ".pt"))
     names = [name for name in WEIGHTS if name in names][:1] or names
@@ -423,9 +423,9 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
             "tiny_clip".
         precision: of the image tower; "auto" is fp32 on the CPU, and on CUDA fp16, or bf16 if fp16
             overflows. The text tower, which is used once per prompt, stays on the host in fp32:
-            not every card (MIG's parts) has the memory for both.
+            not every GPU (or MIG instance) has the memory for both.
     Raises:
-        UsageError: unknown name, or weights that cannot be had. Weights are never silently random.
+        UsageError: unknown name or unavailable weights. Weights are never silently random.
     """
     import open_clip
     from torch.fx.experimental.optimization import fuse
@@ -437,7 +437,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
         "fp32": torch.float32,
         "bf16": torch.bfloat16,
         "fp16": torch.float16,
-        "int8": torch.bfloat16,  # of what is not linear
+        "int8": torch.bfloat16,  # of the layers that are not linear
     }
     if precision not in dtypes:
         raise UsageError(f"precision must be auto, {', '.join(dtypes)}; not {precision!r}")
@@ -459,9 +459,9 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
             with weights_in_their_file():
                 model = create()
             if any(weight.is_meta for weight in model.parameters()):
-                model = create()  # weights that are no state_dict, but arrays in an .npz file
+                model = create()  # the weights are not a state_dict but arrays in an .npz file
             tokenizer = open_clip.get_tokenizer(arch)
-            tokenizer([""])  # whether it can
+            tokenizer([""])  # does it work?
         except Exception as error:  # a configuration that fits no code, weights that fit no model
             problem = message_of(error)
             held = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
@@ -470,7 +470,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
                 fit = Path(file).with_name("open_clip_pytorch_model.bin")
                 problem = (
                     f"{file} holds {held[1]} beside the weights, and only weights are read; if "
-                    'you trust the file, keep its weights alone: python -c "import torch; torch.'
+                    'you trust the file, keep only its weights: python -c "import torch; torch.'
                     f"save(torch.load('{file}', weights_only=False)['state_dict'], '{fit}')\""
                 )
             raise UsageError(f"--clip-model {name} cannot be loaded: {problem}") from error
@@ -486,7 +486,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
             fused = fuse(visual.float())  # batch norms into convolutions: 1.18 times as fast
             for attribute in ("image_size", "preprocess_cfg"):  # open_clip reads them
                 setattr(fused, attribute, getattr(visual, attribute))
-            visual = fused.to(memory_format=torch.channels_last)  # as the frames come
+            visual = fused.to(memory_format=torch.channels_last)  # the frames' own layout
         del model.visual
         model.float()  # the text tower
         model.visual = visual.to(device, dtypes[precision])
@@ -501,7 +501,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
 
 
 def round_linear_layers(visual: nn.Module, name: str) -> None:
-    """Round the weights of linear layers to int8, and their inputs as they come. Raises
+    """Quantise the weights of linear layers to int8, and their inputs dynamically. Raises
     UsageError without torchao, or for the model `name` if it has no such layer."""
     try:
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
@@ -514,12 +514,12 @@ def round_linear_layers(visual: nn.Module, name: str) -> None:
 
 @contextlib.contextmanager
 def weights_in_their_file():
-    """Make modules whose parameters have no memory until load_state_dict gives them those of the
-    file. A safetensors file is mapped: what a device gets is read once, for all processes."""
+    """Make modules whose parameters take no memory until load_state_dict assigns those of the file.
+    A safetensors file is memory-mapped, so all processes that read it share one copy."""
     register, load = nn.Module.register_parameter, nn.Module.load_state_dict
 
     def empty(module, name, param):
-        if param is not None and module._parameters.get(name) is None:  # else the file's comes
+        if param is not None and module._parameters.get(name) is None:  # otherwise the file's comes
             param = nn.Parameter(param.to("meta"), param.requires_grad)
         register(module, name, param)
 
@@ -536,7 +536,7 @@ BATCH = 64  # pictures for the image tower at once; an H100 is as fast with 16 o
 
 
 class CLIPEmbedder(nn.Module):
-    """Embeds pictures by a LoadedCLIP, which is not changed and can serve others."""
+    """Embed pictures with a LoadedCLIP, which is not changed and can be shared."""
 
     def __init__(self, clip: LoadedCLIP) -> None:
         super().__init__()
@@ -545,8 +545,8 @@ class CLIPEmbedder(nn.Module):
 
     @torch.no_grad()
     def embed_images(self, frames: Array) -> torch.Tensor:
-        """Embed uint8 frames [B, H, W, 3], V views of each state [B, V, H, W, 3], or one [H, W, 3],
-        a tensor on any device or an array -> [B, D] or [B, V, D] float32 unit-norm. Raises
+        """Embed uint8 frames [B, H, W, 3], V views of each state [B, V, H, W, 3], or one [H, W, 3]
+        (a tensor on any device, or an array) -> [B, D] or [B, V, D] float32 unit-norm. Raises
         ValueError for other frames."""
         if isinstance(frames, np.ndarray):  # MuJoCo's render() returns a flipped view
             frames = np.ascontiguousarray(frames)
@@ -656,7 +656,7 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
         blocks = [part for name, part in visual.named_modules() if re.fullmatch(names, name)]
         for block in blocks or [visual]:
             block.compile()
-        with torch.inference_mode():  # as in Scorer. After two sizes there is code for any but 1
+        with torch.inference_mode():  # as in Scorer; after two sizes the code serves any but 1
             for count in (BATCH, 2, 1):
                 reward(np.zeros((count, 64, 64, 3), np.uint8))
     return reward
@@ -668,8 +668,8 @@ def scored_steps(steps: int, every: int) -> list[int]:
 
 
 def interpolate(rewards: np.ndarray, scored: list[int]) -> np.ndarray:
-    """Rewards [T, N] of which only the rows `scored` count -> [T, N] float32: those between are
-    interpolated linearly in each episode. A picture changes little from one step to the next: for
+    """Interpolate rewards [T, N] linearly in each episode between the rows `scored`, the only ones
+    that count -> [T, N] float32. A picture changes little from one step to the next: for
     the humanoid (15 ms, every 4th state) the correlation with all rewards is 0.97 to 0.998."""
     steps = np.arange(len(rewards))
     columns = [np.interp(steps, scored, column[scored]) for column in rewards.T]
@@ -708,8 +708,8 @@ class Scorer:
 
     @torch.inference_mode()
     def launch(self, states: np.ndarray) -> tuple:
-        """Draw `states` and hand them to CLIP. On a GPU this returns while it still computes: the
-        next chunk can be drawn before `finish` turns the result into that of `score`."""
+        """Draw `states` and hand them to CLIP. On a GPU this returns before CLIP has finished,
+        so the next chunk can be drawn before `finish` waits for the rewards."""
         gpu, renderer = self.device.type != "cpu", self.renderers.get(None)
         began = time.perf_counter()
         try:
@@ -733,7 +733,7 @@ class Scorer:
 
     @torch.inference_mode()
     def finish(self, launched: tuple) -> tuple[np.ndarray, float, float]:
-        """Wait for what `launch` returned, as `score` returns it."""
+        """Wait for the result of `launch` and return it as `score` does."""
         (rewards, render_s, clip_s), began = launched, time.perf_counter()
         rewards = rewards.float().cpu() if hasattr(rewards, "cpu") else rewards
         rewards = np.asarray(rewards, np.float32)

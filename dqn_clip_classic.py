@@ -158,7 +158,7 @@ def check_args(args: Args):
     check_memory(args, {
         "--buffer-size": args.buffer_size * (8 * observation_dim + 16),
         "--batch-size": 4 * args.batch_size * (2 * observation_dim + 4 * HIDDEN),
-        "HIDDEN": 4 * 5 * HIDDEN**2,  # of two networks, and gradient and Adam's averages of one
+        "HIDDEN": 4 * 5 * HIDDEN**2,  # two networks; one has a gradient and two averages
     })  # fmt: skip
     args.check_reward()
     return state
@@ -203,7 +203,7 @@ class ReplayBuffer:
         )
 
     def add(self, *columns):
-        """Observations [K, O], next observations [K, O], actions [K], rewards [K], terminations
+        """Add observations [K, O], next observations [K, O], actions [K], rewards [K], terminations
         [K]; K is at most the buffer's size."""
         slots = (self.count + torch.arange(len(columns[0]))) % self.size
         for ring, column in zip(self.rings, columns, strict=True):
@@ -220,7 +220,7 @@ class ReplayBuffer:
             ring[: len(filled)] = filled
 
     def sample(self, batch_size):
-        """-> observations [B, O], next observations [B, O], actions [B], rewards [B],
+        """Sample observations [B, O], next observations [B, O], actions [B], rewards [B],
         terminations [B] (1 where s' is the end and worth nothing)."""
         filled = min(self.count, self.size)
         index = torch.randint(filled, (batch_size,), device=self.rings[0].device)
@@ -228,7 +228,7 @@ class ReplayBuffer:
 
 
 def update(batch, q_network, target_network, optimizer, args: Args):
-    """One step on the Huber loss of the Bellman error -> loss and mean value [2]."""
+    """Take one step on the Huber loss of the Bellman error -> {name: scalar [] to log}."""
     observations, next_observations, actions, rewards, terminations = batch
     with torch.no_grad():
         next_values = target_network(next_observations)
@@ -240,7 +240,7 @@ def update(batch, q_network, target_network, optimizer, args: Args):
         # is bootstrapped like any other. Only --terminate makes terminations.
         targets = rewards + args.gamma * (1 - terminations) * next_values
     values = q_network(observations)
-    # not gather: its gradient is a scatter, slow with deterministic algorithms and compiled
+    # not gather: its gradient is a scatter, slow with deterministic algorithms and --compile
     taken = actions[:, None] == torch.arange(values.shape[1], device=values.device)
     values = (values * taken).sum(1)
     loss = F.smooth_l1_loss(values, targets)
@@ -268,7 +268,7 @@ def make_learner(args: Args, observation_dim, action_space, device):
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
-    """From `start` at step 0 to `end` at step `duration`, and `end` from there on."""
+    """Interpolate from `start` at step 0 to `end` at `duration`, and return `end` afterwards."""
     return start + (end - start) * min(1.0, step / max(1, duration))
 
 
@@ -278,7 +278,7 @@ if __name__ == "__main__":
     T, N = args.episode_length, args.num_envs
     use_clip = args.reward != "ground-truth"
     scored = clip_reward.scored_steps(T, args.score_every)
-    drawn_from = "frames" if state is None else "states"  # of `infos`
+    drawn_from = "frames" if state is None else "states"  # in `infos`
     judge = judges.episode_judge(args.judge, args.env_id, args.target_prompt, state)
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it

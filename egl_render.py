@@ -46,10 +46,10 @@ def setup_gl(device: object = "cpu") -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("triton._C.libtriton")
     name, _, number = str(device).partition(":")
-    if name == "cuda":  # a worker inherits its parent's, which may be another GPU
+    if name == "cuda":  # a worker inherits its parent's, which may name another GPU
         os.environ["MUJOCO_EGL_DEVICE_ID"] = number or "0"
     if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
-        # importing mujoco for a library that is not there would fail
+        # importing mujoco fails if this names a library that is missing
         found = [name for name in ("EGL", "OSMesa") if ctypes.util.find_library(name)]
         os.environ["MUJOCO_GL"] = [*found, "disable"][0].lower()
 
@@ -75,7 +75,7 @@ def gl_renderer() -> str:
 
 def draws_by_warp(args: "RenderArgs", model: "mujoco.MjModel") -> bool:
     """Return whether MuJoCo Warp draws the model: it was asked for, or it is installed and no GPU
-    draws by OpenGL here. What Warp would leave out is drawn by OpenGL on the CPU, if there is."""
+    draws by OpenGL. If Warp would leave something out, OpenGL on the CPU draws, if it can."""
     if args.renderer == "auto" and importlib.util.find_spec("mujoco_warp"):
         try:
             return is_software(gl_renderer()) and not left_out_by_warp(model)
@@ -85,7 +85,7 @@ def draws_by_warp(args: "RenderArgs", model: "mujoco.MjModel") -> bool:
 
 
 def left_out_by_warp(model: "mujoco.MjModel") -> str:
-    """Name what the model shows and MuJoCo Warp does not, "" if there is nothing."""
+    """Name what the model shows and MuJoCo Warp does not, or return "" if there is nothing."""
     import mujoco
 
     of_materials = np.append(model.mat_rgba[:, 3], 1.0)  # the last for -1, no material
@@ -116,7 +116,7 @@ def quiet_mujoco() -> None:
         os.environ.setdefault("PYGLFW_LIBRARY", str(library))
     try:
         import mujoco
-    except Exception as error:  # half a dozen kinds, by library
+    except Exception as error:  # its type depends on the library
         where = f"MUJOCO_GL is {os.environ.get('MUJOCO_GL', 'not set')}"
         problem = f"mujoco cannot be imported ({message_of(error)}); {where}"
         if not where.endswith(("egl", "osmesa")):
@@ -133,8 +133,8 @@ def quiet_mujoco() -> None:
 
 UNSTABLE = (
     "MuJoCo reset an unstable simulation, and the pose after that would be rewarded for what the "
-    "agent did not do; smaller actions or a smaller timestep of the model may help, or the task "
-    "resets itself within step()"
+    "agent did not do; smaller actions or a smaller timestep of the model may help, unless the "
+    "task resets itself within step()"
 )
 
 Metres = Annotated[float, Interval(gt=-1e6, lt=1e6)]
@@ -167,14 +167,14 @@ class RenderArgs:
 
     @property
     def views(self) -> int:
-        """How many pictures of a state there are."""
+        """The number of pictures of each state."""
         return max(1, len(self.camera_azimuth))
 
 
 @plain_dataclass(frozen=True)
 class Camera:
-    """Where the picture is taken from. Angles in degrees, lengths in metres, as in MuJoCo's
-    mjvCamera. `track_body` >= 0: lookat's x and y are those of that body, its z stays."""
+    """Where the picture is taken from. Angles are in degrees and lengths in metres, as in MuJoCo's
+    mjvCamera. If `track_body` >= 0, lookat's x and y are those of that body; its z stays."""
 
     distance: float
     azimuth: float
@@ -185,7 +185,7 @@ class Camera:
 
     @property
     def axes(self) -> np.ndarray:
-        """Right, up and backward [3, 3] in the world, in columns, as of mjv_updateCamera."""
+        """Right, up and backward axes in the world, as columns [3, 3], as in mjv_updateCamera."""
         azimuth, elevation = np.radians([self.azimuth, self.elevation])
         level = np.array([np.cos(azimuth), np.sin(azimuth), 0])
         forward = np.cos(elevation) * level + [0, 0, np.sin(elevation)]
@@ -225,11 +225,11 @@ def is_gymnasiums(spec: Any) -> bool:
 def choose_camera(
     args: RenderArgs, env: Any, default: Camera | None = None
 ) -> Camera | list[Camera]:
-    """Return the `Camera` that the flags ask for in a Gymnasium MuJoCo environment, with several
-    azimuths a list. What no flag says is as in `default`: the paper's for the humanoid, else the
-    environment's. Unless the task says where its camera looks, it tracks the first body that is
-    free or slides without limits and has actuators: a robot that can leave the picture, but not a
-    cart on a rail, a ball or a pushed puck."""
+    """Return the `Camera` that the flags ask for in a Gymnasium MuJoCo environment, or a list for
+    several azimuths. What no flag sets is as in `default`, or else as in the paper's camera for the
+    humanoid and the environment's for other tasks. Unless the task says where its camera looks, it
+    tracks the first body that is free or slides without limits and has actuators: a robot that can
+    leave the picture, but not a cart on a rail, a ball or a pushed puck."""
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint
@@ -257,7 +257,7 @@ def choose_camera(
 
 # ------------------------------------------------------------------------------ MuJoCo
 
-# how the names of a model's arrays begin that a picture shows
+# prefixes of the names of the model's arrays that a picture shows
 SHOWN = tuple(
     "qpos0 body_pos body_quat jnt_pos jnt_axis geom_type geom_dataid geom_matid geom_group "
     "geom_size geom_pos geom_quat geom_rgba site_ cam_ light_ mesh_ hfield_ skin_ flex_ tex_ mat_ "
@@ -266,7 +266,7 @@ SHOWN = tuple(
 
 
 def look_of(model: "mujoco.MjModel") -> dict[str, Any]:
-    """Return what of a model a picture shows, by name: arrays, and the numbers in `vis`."""
+    """Return the parts of a model that a picture shows, by name: arrays, and numbers in `vis`."""
     look = {name: getattr(model, name) for name in dir(model) if name.startswith(SHOWN)}
     for part in "global_", "headlight", "map", "quality", "scale", "rgba":
         group = getattr(model.vis, part)
@@ -277,7 +277,7 @@ def look_of(model: "mujoco.MjModel") -> dict[str, Any]:
 
 
 def looks_that_differ(model: "mujoco.MjModel", other: "mujoco.MjModel") -> str:
-    """Name in what two models look different, "" if they do not."""
+    """Name the parts in which two models look different, or return "" if there are none."""
     one, two = look_of(model), look_of(other)
     return ", ".join(name for name in one if not np.array_equal(one[name], two[name]))
 
@@ -310,7 +310,7 @@ def parts_of(states: np.ndarray, model: "mujoco.MjModel") -> list[np.ndarray]:
 
 
 def place(model: "mujoco.MjModel", data: "mujoco.MjData", parts: Any) -> None:
-    """Put one state, its four `parts_of`, into `data`, and all that a picture shows of it."""
+    """Put one state, its four `parts_of`, into `data`, and compute what a picture shows of it."""
     import mujoco
 
     data.qpos, data.qvel, data.mocap_pos, data.mocap_quat = parts
@@ -322,7 +322,7 @@ def place(model: "mujoco.MjModel", data: "mujoco.MjData", parts: Any) -> None:
     mujoco.mj_tendon(model, data)
 
 
-FLOOR = 10.0  # m: a plane with a smaller half is a wall, a table, a goal
+FLOOR = 10.0  # m: a plane with a smaller half-size is a wall, a table or a goal
 
 
 class MujocoRenderer:
@@ -331,9 +331,9 @@ class MujocoRenderer:
     Args:
         model: compiled mujoco.MjModel.
         size: height and width of the frames in pixels.
-        camera: a `Camera`, or a list of V: each state is drawn by each, and a frame is [V, H, W, 3]
-            where it would be [H, W, 3]. See `choose_camera`, `env_camera` and `PAPER_CAMERA`.
-    Raises UsageError as `gl_renderer`.
+        camera: a `Camera`, or a list of V: each state is drawn from each, and a frame is [V, H, W,
+            3] instead of [H, W, 3]. See `choose_camera`, `env_camera` and `PAPER_CAMERA`.
+    Raises UsageError as `gl_renderer` does.
     """
 
     look = "egl"
@@ -370,7 +370,7 @@ class MujocoRenderer:
 
     def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Draw `states` [B, S] float64 into `out` [B, *frame_shape] uint8, C-contiguous, allocated
-        when None -> out. Raises ValueError for other columns."""
+        when None -> out. Raises ValueError for another number of columns."""
         parts = parts_of(states, self.model)
         out = np.empty((len(states), *self.frame_shape), np.uint8) if out is None else out
         for *state, frame in zip(*parts, out, strict=True):
@@ -424,11 +424,11 @@ def load_picture(name: str) -> np.ndarray:
 
 
 def drawn_model(env: Any, textured: bool = True, sites_as_geoms: bool = False) -> "mujoco.MjModel":
-    """Return the model by which states of a Gymnasium MuJoCo environment are drawn.
+    """Return the model from which states of a Gymnasium MuJoCo environment are drawn.
 
-    With `textured` that is `textured_model`; otherwise, and if the environment has changed its
-    model in Python, the model looks as the environment's own. With `sites_as_geoms` visible sites
-    are geoms, for MuJoCo Warp, which draws no sites."""
+    With `textured` it is that of `textured_model`; otherwise, or if the environment has changed its
+    model in Python, it looks like the environment's own. With `sites_as_geoms`, visible sites
+    become geoms, because MuJoCo Warp draws no sites."""
     import mujoco
 
     task = env.unwrapped
@@ -503,14 +503,14 @@ def restyle(spec: "mujoco.MjSpec", xml_path: str | Path, scene: Scene | None = N
         plane = geom.type == mujoco.mjtGeom.mjGEOM_PLANE
         if plane and min(geom.size[:2]) >= FLOOR:
             geom.material, geom.rgba = "clip_stone", [1, 1, 1, 1]
-            geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; contacts have no edge anyway
+            geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; for contacts it is endless
     if spec.modelname.startswith("humanoid"):
         _make_metal(spec, np.append(scene.dark, 1.0))
     azimuth, height = np.radians([scene.sun_azimuth, scene.sun_height])
     across = np.cos(height)
     sun = -np.array([np.cos(azimuth) * across, np.sin(azimuth) * across, np.sin(height)])
     robot = spec.worldbody.first_body() or spec.worldbody
-    robot.add_light(  # moves with the robot, which so stays inside the shadow map
+    robot.add_light(  # moves with the robot, which thus stays inside the shadow map
         name="clip_sun",
         mode=mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM,
         type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL,
@@ -529,7 +529,7 @@ def restyle(spec: "mujoco.MjSpec", xml_path: str | Path, scene: Scene | None = N
 
 
 def _make_metal(spec, dark):
-    """Make Gymnasium's humanoid a robot: pale metal, joints of the colour `dark` [4], a visor."""
+    """Give Gymnasium's humanoid pale metal, joints of the colour `dark` [4], and a visor."""
     import mujoco
 
     for body in spec.bodies[1:]:

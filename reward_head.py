@@ -1,9 +1,9 @@
 """A reward from labels: the probability that a state is good, by logistic regression on CLIP's
 embeddings of its pictures. `eval_epic.py fit` writes the file, `--reward-head FILE` learns from it.
 
-The file is safetensors: "weight" [V * D] and "bias" [1] float32; its metadata has under "head", as
-JSON, what they were fitted to: model, task and cameras by the names of their flags ("flags"), and
-the counts of labels ("labels").
+The file is safetensors: "weight" [V * D] and "bias" [1] float32; its metadata says under "head",
+as JSON, what they were fitted to: the model, task and cameras by the names of their flags
+("flags"), and the numbers of labels ("labels").
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-# what a head and the run that uses it have to have in common
+# what a head and the run that uses it must have in common
 FLAGS = (
     "clip_model env_id textured camera_azimuth camera_distance camera_elevation camera_lookat"
 ).split()
@@ -75,7 +75,7 @@ class HeadReward(torch.nn.Module):
 
 
 def with_hash(name: str) -> str:
-    """Return FILE as ABSOLUTE_PATH#SHA256, as args.json keeps it. What is no file's name stays."""
+    """Return FILE as ABSOLUTE_PATH#SHA256, as args.json keeps it. Any other name stays as it is."""
     if not os.path.isfile(name):
         return name
     path = Path(name).resolve()
@@ -83,13 +83,13 @@ def with_hash(name: str) -> str:
 
 
 def without_hash(name: str) -> str:
-    """Return FILE of FILE#SHA256 or of FILE."""
+    """Return FILE for either FILE#SHA256 or FILE."""
     return re.sub("#[0-9a-f]{64}$", "", name)
 
 
 def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
     """Load FILE or FILE#SHA256; "" is none. Raises OSError or ValueError for a file that is
-    missing, damaged, no head, not the one of the hash, or fitted with other `flags`."""
+    missing, damaged, not a head, changed since it was hashed, or fitted with other `flags`."""
     if not name:
         return None
     path = without_hash(name)

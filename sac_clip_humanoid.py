@@ -125,7 +125,7 @@ def make_vector_env(args: Args):
     if args.env_id == "Humanoid-v5":
         from environments.humanoid import HumanoidVectorEnv
 
-        # the same to the bit, and 2.5 times as fast
+        # the same bit for bit, and 2.5 times as fast
         return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else FORCES))
     thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
     return tasks.make_vector_env(args, thunks)
@@ -158,7 +158,7 @@ def check_args(args: Args):
     check_memory(args, {
         "--buffer-size": 4 * transitions * numbers,
         "--batch-size": 4 * args.batch_size * (2 * observation_dim + 12 * HIDDEN),  # measured: 14
-        "HIDDEN": 4 * 14 * HIDDEN**2,  # five networks; three have gradients, two averages
+        "HIDDEN": 4 * 14 * HIDDEN**2,  # five networks; three have a gradient and two averages each
     })  # fmt: skip
     args.check_reward()
     return state
@@ -201,7 +201,7 @@ def mlp(inputs: int, outputs: int, layer_norm: bool = False) -> nn.Sequential:
 
 
 class TwinCritic(nn.Module):
-    """Q1 and Q2: observations [B, O], actions [B, A] -> values [2, B]. The actor's `normalize`."""
+    """Q1 and Q2: observations [B, O], actions [B, A] -> values [2, B]. `normalize`: the actor's."""
 
     def __init__(self, observation_dim, action_dim, args: Args, normalize):
         super().__init__()
@@ -289,7 +289,7 @@ class ReplayBuffer:
         self.rings = (self.observations, self.actions, self.rewards)
 
     def add(self, *rollout):
-        """One rollout: observations [T+1, N, O], actions [T, N, A], rewards [T, N]."""
+        """Add one rollout: observations [T+1, N, O], actions [T, N, A], rewards [T, N]."""
         for ring, values in zip(self.rings, rollout, strict=True):
             ring[self.count % len(ring)] = torch.as_tensor(values).to(ring)
         self.count += 1
@@ -304,7 +304,7 @@ class ReplayBuffer:
             ring[: len(filled)] = filled
 
     def sample(self, batch_size):
-        """-> observations [B, O], those n steps later [B, O], actions [B, A], and the discounted
+        """Sample observations [B, O], those n steps later [B, O], actions [B, A] and the discounted
         sums of the n rewards between them [B]. All n steps are in one episode."""
         (rollouts, T, N), n = self.rewards.shape, self.n_step
         starts = (T - n + 1) * N  # in every rollout
@@ -320,7 +320,7 @@ class ReplayBuffer:
 
 
 def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
-    """One step on the soft Bellman error -> {name: scalar [] to log}."""
+    """Take one step on the soft Bellman error -> {name: scalar [] to log}."""
     observations, next_observations, actions, rewards = batch
     with torch.no_grad():
         next_actions, next_log_density = actor.sample(next_observations)
@@ -344,7 +344,7 @@ def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
 
 
 def update_actor(observations, actor, critic, optimizer, alpha):
-    """One step up the soft value of the policy's own actions -> {name: scalar [] to log}."""
+    """Take one step up the soft value of the policy's own actions -> {name: scalar [] to log}."""
     actions, log_density = actor.sample(observations)
     loss = (alpha * log_density - critic(observations, actions).amin(0)).mean()
     optimizer.zero_grad()
@@ -354,7 +354,7 @@ def update_actor(observations, actor, critic, optimizer, alpha):
 
 
 def update_alpha(entropy, action_dim, alpha, log_alpha, optimizer):
-    """One step of the entropy coefficient towards a policy entropy of -dim(actions) -> {name:
+    """Take one step of the entropy coefficient towards a policy entropy of -dim(actions) -> {name:
     scalar [] to log}."""
     loss = alpha * (entropy + action_dim)
     log_alpha.grad = loss  # alpha = exp(log_alpha) is its own derivative
@@ -387,8 +387,8 @@ def make_learner(args: Args, observation_dim, action_space, device):
 
 
 def update(batch, learner, args: Args):
-    """One step of critics, actor, entropy coefficient and target critics -> {name: scalar [] to
-    log}."""
+    """Take one step of critics, actor, entropy coefficient and target critics -> {name: scalar []
+    to log}."""
     actor = learner["actor"]
     critic = learner["critic"]
     target_critic = learner["target_critic"]
@@ -416,7 +416,7 @@ if __name__ == "__main__":
     T, N = args.episode_length, args.num_envs
     use_clip = args.reward != "ground-truth"
     scored = clip_reward.scored_steps(T, args.score_every)
-    drawn_from = "frames" if state is None else "states"  # of `infos`
+    drawn_from = "frames" if state is None else "states"  # in `infos`
     judge = judges.episode_judge(args.judge, args.env_id, args.target_prompt, state)
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it

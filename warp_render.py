@@ -3,8 +3,8 @@
     renderer = WarpRenderer(model, size=480, camera=egl_render.PAPER_CAMERA, device="cuda:0")
     renderer.draw(states)         # [B, S] float64 -> torch [B, H, W, 3] uint8 on that device
 
-One sample a pixel, hard shadows, large floors that fade far away; no reflections, and nothing of
-what `egl_render.left_out_by_warp` names.
+The pictures have one sample per pixel, hard shadows, and large floors that fade far away, but no
+reflections and nothing that `egl_render.left_out_by_warp` names.
 """
 
 import os
@@ -24,14 +24,14 @@ from egl_render import (
     views_of,
 )
 
-NEAR, FAR = 1.2, 2.5  # camera distances at which a floor begins to fade and is faded, at 64 px
+NEAR, FAR = 1.2, 2.5  # a floor fades between these multiples of the camera's distance, at 64 px
 
 
 class WarpRenderer:
     """Draw MuJoCo states without stepping. The first one on a machine compiles for ten seconds.
 
     Args:
-        model, size, camera: as of `egl_render.MujocoRenderer`.
+        model, size, camera: as for `egl_render.MujocoRenderer`.
         device: where to draw, "cpu" or "cuda:i".
     Raises UsageError if mujoco_warp is not installed, or does not work here.
     """
@@ -58,9 +58,9 @@ class WarpRenderer:
         self.description = f"MuJoCo Warp on {device}" + (left_out and f", without {left_out}")
         self.host_model, self.size = model, size
         self.worlds = max(1, min(64, 2**22 // size**2))  # states that are drawn at once
-        if model.nflex:  # with fewer than there are, Warp 1.19 reads beyond its arrays
+        if model.nflex:  # with fewer states than worlds, Warp 1.19 reads beyond its arrays
             self.worlds = 1
-        model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # it has no PGS; nothing is solved here
+        model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # Warp has no PGS; nothing is solved here
         warp.config.log_level = warp.LOG_WARNING
         self._start(warp)
         plane = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
@@ -75,7 +75,7 @@ class WarpRenderer:
             self.rays = [self._aim(mujoco.MjSpec(), model, camera) for camera in self.cameras]
 
     def _start(self, warp):
-        """Start Warp. Raises UsageError where it finds no CUDA or may not write its kernels."""
+        """Start Warp. Raises UsageError if it finds no CUDA or may not write its kernels."""
         with open(os.devnull, "wb") as nothing, os.fdopen(os.dup(2), "wb") as stderr:
             os.dup2(nothing.fileno(), 2)
             try:
@@ -84,7 +84,7 @@ class WarpRenderer:
                 if not os.access(folder, os.W_OK):
                     raise PermissionError(f"{folder} is read-only")
             except OSError as error:
-                ways = "name a folder that may be written: WARP_CACHE_PATH"
+                ways = "set WARP_CACHE_PATH to a writable folder"
                 raise UsageError(f"MuJoCo Warp keeps no kernels ({error}); {ways}") from error
             finally:
                 os.dup2(stderr.fileno(), 2)
@@ -92,10 +92,10 @@ class WarpRenderer:
             versions = warp.get_cuda_toolkit_version(), warp.get_cuda_driver_version()
             need, has = (".".join(map(str, version or ["none"])) for version in versions)
             problem = f"Warp {warp.config.version} is made for CUDA {need}, the driver has {has}"
-            raise UsageError(f"{problem}; update the driver, or draw by --renderer egl")
+            raise UsageError(f"{problem}; update the driver, or draw with --renderer egl")
 
     def _on_device(self):
-        """Let Warp work on this device, on a GPU in one queue with torch."""
+        """Let Warp work on this device, on a GPU in torch's stream."""
         if self.device.type == "cpu":
             return self.warp.ScopedDevice("cpu")
         stream = torch.cuda.current_stream(self.device)
@@ -107,7 +107,7 @@ class WarpRenderer:
         fixed = camera.fixed_id >= 0
         fovy = model.cam_fovy[camera.fixed_id] if fixed else model.vis.global_.fovy
         spec.worldbody.add_camera(fovy=fovy)
-        spec.worldbody.add_geom(size=[1, 1, 1])  # on a GPU Warp crashes with nothing to draw
+        spec.worldbody.add_geom(size=[1, 1, 1])  # Warp crashes on a GPU if there is nothing to draw
         size, make = [(self.size, self.size)], self.mjw.create_render_context
         aimed = make(spec.compile(), self.worlds, size, True, True, True)
         outputs = "rgb_data rgb_adr render_rgb depth_data depth_adr render_depth"
@@ -118,7 +118,7 @@ class WarpRenderer:
 
     def draw(self, states: np.ndarray) -> torch.Tensor:
         """Draw `states` [B, S] float64 -> [B, *frame_shape] uint8, a tensor on the device. Raises
-        ValueError for other columns."""
+        ValueError for another number of columns."""
         qpos, _, *mocap = parts_of(states, self.host_model)
         parts = [
             torch.from_numpy(part.astype(np.float32)).to(self.device) for part in (qpos, *mocap)
@@ -153,7 +153,7 @@ class WarpRenderer:
             colours = packed.view(torch.uint8).view(*shape, 4)[..., :3].flip(-1)  # from BGRA
             depth = wp.to_torch(context.depth_data)[: data.nworld].view(shape)
             hit, kind = wp.to_torch(context.seg_data)[: data.nworld].view(*shape, 2).unbind(-1)
-            geom = hit.where(kind == int(mjw.ObjType.GEOM), -1)  # a cloth has a number, too
+            geom = hit.where(kind == int(mjw.ObjType.GEOM), -1)  # cloths have numbers, too
             views.append(self._fade(colours.float(), depth, geom, camera).byte())
         return views
 
@@ -170,8 +170,8 @@ class WarpRenderer:
         return lookat + camera.distance * axes[:, :, 2], axes
 
     def _fade(self, images, depth, geom, camera):
-        """Fade large floors in `images` [B, H, W, 3], far away, to their mean colour there: with
-        one sample a pixel, texels that are smaller than a pixel would flicker whenever the
+        """Fade the distant part of large floors in `images` [B, H, W, 3] to their mean colour: with
+        one sample per pixel, texels that are smaller than a pixel would flicker whenever the
         camera moves."""
         near = camera.distance
         if camera.fixed_id >= 0:
@@ -180,7 +180,7 @@ class WarpRenderer:
         far = (256 * (depth / near - 1) / (FAR / NEAR - 1)).clamp(0, 256).floor()
         for floor in self.floors:
             share = (far * (geom == floor))[..., None]
-            # of whole numbers in double precision: a sum that does not depend on its order
+            # whole numbers in double precision: their sum does not depend on its order
             total = (images * share).sum((1, 2), keepdim=True, dtype=torch.float64)
             mean = total / share.sum((1, 2), keepdim=True, dtype=torch.float64).clamp_min(1)
             images = images.lerp_(mean.float(), share / 256).round_()
@@ -193,4 +193,4 @@ class WarpRenderer:
         return out
 
     def close(self) -> None:
-        """Do nothing: Warp frees what is not used any more."""
+        """Do nothing: Warp frees what is no longer used."""

@@ -299,7 +299,7 @@ def find_task(spec, env_id, target_prompts=()):
     task = TASKS.get(spec) if spec else task_for(env_id, target_prompts)
     if task not in tasks_of(env_id):
         names = ", ".join(task.name for task in tasks_of(env_id)) or "no judge"
-        problem = f"--judge {spec}" if spec else "say what to judge by with --judge"
+        problem = f"--judge {spec}" if spec else "name a judge with --judge"
         here = f"{env_id or 'this'} has {names}; your own is --judge FILE.py:FUNCTION"
         raise UsageError(f"{problem}: {here}")
     return task

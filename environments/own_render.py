@@ -24,9 +24,9 @@ def why_own_render(make: Any) -> str:
     """Return why a task has to be drawn by its own render(), or "" if pictures can be drawn from
     its states: nothing else may differ between two pictures.
 
-    That is tried. After three resets, a step and fifty steps the model must look as that of a new
-    environment, and the picture of the environment's own render() must be the state's, pixel for
-    pixel (only where there is OpenGL). Gymnasium's own MuJoCo tasks are not tried again.
+    This is tested: after three resets, a step and fifty steps, the model must look like a new
+    environment's, and the picture of the environment's own render() must be the state's, pixel for
+    pixel (only where there is OpenGL). Gymnasium's own MuJoCo tasks are not tested here.
 
     Args:
         make: called with no argument or with render_mode="rgb_array"; makes an environment.
@@ -43,7 +43,7 @@ def why_own_render(make: Any) -> str:
         return ""
     renderer = getattr(task, "mujoco_renderer", None)
     if not renderer:
-        return "it does not draw by Gymnasium's MujocoRenderer"
+        return "it does not draw with Gymnasium's MujocoRenderer"
     size = renderer.height, renderer.width
     if size[0] != size[1]:
         return "its pictures are not square"
@@ -69,9 +69,9 @@ def why_own_render(make: Any) -> str:
             env.render()  # where MuJoCo centres an endless plane depends on the picture before
             picture, viewer = env.render(), task.mujoco_renderer.viewer
             if viewer is None:
-                return "it does not draw by Gymnasium's MujocoRenderer"
+                return "it does not draw with Gymnasium's MujocoRenderer"
             if picture.shape != (*size, 3):
-                return "its render() gives another size than its renderer"
+                return "its render() returns a picture of another size"
             seen.append((egl_render.state_of(data), picture, copy.copy(viewer.cam)))
             limit = viewer.scn.maxgeom
     env.close()

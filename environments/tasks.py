@@ -244,8 +244,8 @@ def environment_process(index, make, pipe, parent_pipe, memory, errors, *more):
 
 
 def make_vector_env(args: Any, thunks: list) -> gym.vector.VectorEnv:
-    """Return environments as one vector environment that never resets itself: a process for each,
-    but classic tasks, whose steps take microseconds, in this one."""
+    """Return environments as one vector environment that never resets itself. Each has its own
+    process, except classic tasks: their steps take microseconds, so they stay in this one."""
     modes: dict = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
     if len(thunks) == 1 or args.env_id in classic.TASKS:
         return gym.vector.SyncVectorEnv(thunks, **modes)

@@ -62,7 +62,7 @@ def words_for(data, task):
 
 
 def epic(data, task, labels, reward):
-    """Compare the models of `reward` (Rewards) by the labels of a dataset: table and figures."""
+    """Compare the models of `reward` (Rewards) with a dataset's labels, in a table and figures."""
     rows, truth = two_classes(labels, data, task)
     models, good = reward.models(*words_for(data, task)), truth > truth.mean()
     goal, cameras = models[0].target_prompt, [tuple(range(data.args.views))]

@@ -30,7 +30,7 @@ def has_verdict(args):
 
 def play_runs(chosen, episodes, judge, own):
     """Play episodes of [(run, name of its checkpoint)] -> (judges.Task of the first, path for the
-    results in it, {name: Dataset}). Raises UsageError before anything slow."""
+    results in it, {name: Dataset}). Raises UsageError before anything slow starts."""
     all_args = [load_run(folder, own, stateless=not judge) for folder, _ in chosen]
     args, where = all_args[0], chosen[0][0]
     named = judge or args.judge or judges.task_for(args.env_id, args.target_prompt)

@@ -201,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
         except (UsageError, RunError, OSError) as error:
             status, view = 409, {"error": f"That was not saved: {error}"}
         except (ValueError, KeyError, TypeError, RecursionError):
-            status, view = 400, {"error": "That is no request of this page."}
+            status, view = 400, {"error": "That request is not from this page."}
         self.reply(status, "application/json", json.dumps(view))
 
     def reply(self, status, kind, text):

@@ -758,7 +758,7 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     assert not list(broken.glob("success*"))
     dancing = make_args(sac, target_prompt=("a humanoid robot dancing",))
     save_flags(tmp_path / "d", dancing)
-    words = "say what to judge by with --judge: Humanoid-v5 has kneeling, lotus"
+    words = "name a judge with --judge: Humanoid-v5 has kneeling, lotus"
     assert words in message(tmp_path / "d")
     assert "needs either --run" in message(None)
     damages = ["", "{", "null", "[]", "7"]

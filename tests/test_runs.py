@@ -375,7 +375,7 @@ def test_a_new_run_may_start_with_the_networks_of_a_checkpoint(script, tmp_path)
     still = ["--learning-rate", 1e-30]
     still += ["--tau", 1e-30] if script is sac else []
     printed = run(*words, 24, *still, "--runs-dir", tmp_path / "still").stdout
-    assert f"networks of {start}; all else begins anew" in printed
+    assert f"this run starts with the networks of {start}; all else is new" in printed
     was, now = torch.load(start), checkpoint(only_run(tmp_path / "still"))
     assert now["global_step"] == 24 and now["replay"]["count"] < was["replay"]["count"]
     for name in ("actor", "critic", "target_critic") if script is sac else ("q_network",):

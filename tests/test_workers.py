@@ -192,7 +192,7 @@ def test_what_a_worker_raises_arrives(make_reward, state, kind, message):
 # ------------------------------------------------------------------------------ lost workers
 
 
-DIED = "a reward worker died (exit code {}; -9 is often a machine without memory left)"
+DIED = "a reward worker died (exit code {}; -9 often means too little memory)"
 
 
 @pytest.mark.parametrize("moment", ["loading", "working", "idle"])

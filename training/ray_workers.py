@@ -10,8 +10,8 @@ from training import run, workers
 
 
 def connect_to_ray():
-    """Connect to the cluster of RAY_ADDRESS or `ray start`, else start one on this machine -> (ray,
-    "GPU" or, where it has none, "CPU"); waits for its first node. Raises UsageError."""
+    """Connect to the cluster of RAY_ADDRESS or `ray start`, or else start one on this machine, and
+    wait for its first node -> (ray, "GPU", or "CPU" if it has no GPU). Raises UsageError."""
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # or a wrong address takes 40 s to fail
     try:
         import ray
@@ -21,7 +21,7 @@ def connect_to_ray():
         try:
             ray.init(logging_level="error", log_to_driver=False, include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            where = "the address is RAY_ADDRESS, or was left by `ray start` (`ray stop` removes it)"
+            where = "the address is in RAY_ADDRESS, or left by `ray start` (`ray stop` removes it)"
             raise UsageError(f"--reward-devices ray: {message_of(error)}; {where}") from error
     while not {"GPU", "CPU"} & (has := ray.cluster_resources()).keys():
         run.warn("the Ray cluster has neither GPU nor CPU yet; waiting for its first node")
@@ -52,7 +52,7 @@ LOAD = ("Ray actor", "load")  # a job with a name in place of a number
 class RayPool(workers.Pool):
     """A Pool of Ray actors: for "ray:N" N of them, for "ray" one per GPU of the cluster (per CPU if
     it has no GPU), also on nodes that join later. The least busy one gets the next job, at most two
-    each. A lost one is replaced where there is room; whoever is free does its jobs again."""
+    each. A lost one is replaced where there is room; free actors repeat its jobs."""
 
     def _start(self, make_renderer, make_reward, devices):
         self.ray, self.kind = connect_to_ray()
@@ -103,7 +103,7 @@ class RayPool(workers.Pool):
         raise RunError(f"{problem}; is there room for them in the cluster?")
 
     def _pump(self, seconds):
-        """Hand out jobs and wait at most so long for an answer."""
+        """Hand out jobs and wait at most `seconds` for an answer."""
         busy = Counter(actor for actor, _ in self.calls.values())
         busy.update(actor for actor, job in self.calls.values() if job is LOAD)  # counts for two
         while self.jobs and (free := [actor for actor in self.workers if busy[actor] < 2]):
@@ -123,7 +123,7 @@ class RayPool(workers.Pool):
                 if job is not LOAD:
                     self.jobs.appendleft(job)
                 if actor in self.workers:  # the first of its calls to be lost
-                    run.warn(f"a Ray actor is gone ({message_of(error)}); its jobs are done again")
+                    run.warn(f"a Ray actor is gone ({message_of(error)}); its jobs are repeated")
                     self.workers.remove(actor)
                     self.lost += 1
                     if self.lost > 2 * len(self.workers) + 3:  # perhaps a job ends its process

@@ -106,8 +106,8 @@ def free_memory():
 
 
 def check_memory(args, needs):
-    """Raise UsageError if a run needs more memory than is free: {flag: bytes} of the learner on its
-    device, or the pictures that the workers of this machine and a video hold at once."""
+    """Raise UsageError if too little memory is free for the learner on its device (`needs`, {flag:
+    bytes}), or for the pictures that this machine's workers and a video hold at once."""
     picture = 3 * args.frame_size**2
     chunk = min(args.clip_batch_size, args.num_envs * args.episode_length) * len(args.devices())
     pictures = {
@@ -156,12 +156,12 @@ def make_args(flags, Args, where):
     except (TypeError, ValueError) as error:  # pydantic's
         problem = shorten(" ".join(str(error).split()), 400)
         raise UsageError(
-            f"{where} is damaged or of another script or version: {problem}"
+            f"{where} is damaged or from another script or version: {problem}"
         ) from error
 
 
 def load_args(run_dir, Args):
-    """Return the Args of a run. Raises UsageError as `make_args`."""
+    """Return the Args of a run. Raises UsageError as `make_args` does."""
     return make_args(saved_flags(run_dir), Args, Path(run_dir) / "args.json")
 
 
@@ -267,10 +267,10 @@ def cut(error):
 
 
 def excepthook(kind, error, trace, after=""):
-    """End the program with a line that names the cause. What is no UsageError (exit code 2) or
-    RunError (1) has its traceback above it."""
+    """End the program with a line that names the cause. Errors other than UsageError (exit code 2)
+    and RunError (1) have their traceback above it."""
     lines = str(error).splitlines() or [""]
-    lost = issubclass(kind, (EOFError, ConnectionError))  # what Gymnasium says of a dead process
+    lost = issubclass(kind, (EOFError, ConnectionError))  # what Gymnasium raises for a dead process
     if lost and connection.wait([process.sentinel for process in children], timeout=1):
         codes = sorted({str(c.exitcode) for c in children if c.exitcode is not None})
         lines = [f"the process of an environment died (exit code {', '.join(codes)})"]
@@ -284,7 +284,7 @@ def excepthook(kind, error, trace, after=""):
 
 
 def thread_failed(failed):
-    """Warn of an event file that cannot be written: TensorBoard's thread dies of it."""
+    """Warn that the event file cannot be written, which has ended TensorBoard's thread."""
     if not issubclass(failed.exc_type, OSError):
         return threading.__excepthook__(failed)
     warn(f"the curves could not be written: {failed.exc_value}; the run continues without them")
@@ -370,7 +370,7 @@ class Run:
         self.to_save = {}  # what a failure saves: the learner between two rollouts
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
         self.logged, self.rollout_s = self.began, 0.0  # when, and seconds of the last rollout
-        self.judged = False  # whether something says what a success is
+        self.judged = False  # whether a success rate was logged
         try:
             start = Path(args.resume or "")  # a run's folder, or a checkpoint for a new run
             self.resumed = bool(args.resume) and not start.is_file()
@@ -450,10 +450,10 @@ class Run:
             raise UsageError(f"{problem} Or set WANDB_MODE=offline") from error
 
     def restore(self, parts, look=""):
-        """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint;
-        of another run's checkpoint only the modules. Optimiser settings (lr, fused, capturable) are
-        not restored: they come from this run. `look` says how pictures are drawn; raises UsageError
-        if they were drawn otherwise and are the reward."""
+        """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint,
+        but only the modules from another run's. Optimiser settings (lr, fused, capturable) are not
+        restored: they come from this run. `look` says how pictures are drawn; raises UsageError if
+        they were drawn differently and the reward depends on them."""
         self.look, self.to_save = look, parts
         restored, self.restored = self.restored, {}  # it keeps the file mapped
         if not restored:
@@ -484,8 +484,8 @@ class Run:
                 f"the checkpoint does not fit these flags or networks: {problem}"
             ) from error
         if not self.resumed:
-            return say(f"networks of {self.args.resume}; all else begins anew")
-        if self.best:  # the file may be of a later rollout
+            return say(f"this run starts with the networks of {self.args.resume}; all else is new")
+        if self.best:  # the file may be from a later rollout
             write(self.folder / "checkpoints/best.pt", self.best)
         self.saved_step = self.step
 
@@ -496,8 +496,8 @@ class Run:
         return every > 0 and (last or end // every > start // every)
 
     def log(self, scalars):
-        """Write {tag: value} to the event file, and the first charts, as many as fit, to one line
-        of the console. Raises RunError for a NaN or infinity."""
+        """Write {tag: value} to the event file, and as many of the first charts as fit to one
+        line of the console. Raises RunError for a NaN or infinity."""
         for tag, value in scalars.items():
             if not math.isfinite(value):
                 raise RunError(f"{tag} is {value} after {self.step} steps")
@@ -534,8 +534,8 @@ class Run:
 
     def keep_best(self, reward, **networks):
         """Save checkpoints/best.pt: the networks after the BEST_WINDOW rollouts in a row with the
-        highest mean reward so far. Until there are so many it holds the newest networks: the mean
-        of fewer, which may be lucky, is no bar for later ones."""
+        highest mean reward so far. Until there are so many, it holds the newest networks: the
+        mean of fewer may be high by luck."""
         self.recent = [*self.recent, float(reward)][-BEST_WINDOW:]
         count, mean = len(self.recent), sum(self.recent) / len(self.recent)
         if not self.best or count > self.best.get("rollouts", count) or mean >= self.best["reward"]:
@@ -561,7 +561,7 @@ class Run:
     def video(self, frames, fps, draw=None):
         """Write frames [T, H, W, 3] uint8, or those that `draw` makes of states, as
         videos/step_<n>.mp4, five moments of it as .png, and a small GIF for TensorBoard; 30 frames
-        a second if `fps` is None. What fails is a warning."""
+        a second if `fps` is None. A failure is only a warning."""
         path, fps = self.folder / f"videos/step_{self.step}.mp4", fps or 30
         try:
             frames = draw(frames) if draw else frames
@@ -586,7 +586,7 @@ class Run:
             os.write(2, line.encode())
 
     def _command(self, script, *words):
-        """Return a command line, with the user's own code that the run needs."""
+        """Return a command line, with the flags that name the user's own code."""
         return " ".join([shlex.join(["python", script, *words]), *own_code(self.args)])
 
     def _how_to_resume(self):

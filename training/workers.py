@@ -20,7 +20,7 @@ import torch
 from clip_reward import RunError, Scorer, UsageError, one_line
 from training.run import children, stop_signals_blocked
 
-TIMEOUT = 600  # seconds without an answer of any worker, or of the environments, end a run
+TIMEOUT = 600  # seconds without an answer from any worker or environment, after which a run ends
 
 
 def make_pool(make_renderer, make_reward, devices, batch_size=64):
@@ -43,7 +43,7 @@ class Pool:
         make_renderer, make_reward: as for `Scorer`; picklable.
         devices: a worker for each.
     Attributes:
-        render_s, clip_s: seconds of drawing and CLIP for the last `take`, a worker's on average.
+        render_s, clip_s: seconds of drawing and CLIP for the last `take`, averaged over workers.
         look: how all of them draw, "egl" or "warp", once they are ready.
     """
 
@@ -57,9 +57,9 @@ class Pool:
 
     def _start(self, make_renderer, make_reward, devices):
         with stop_signals_blocked():
-            context = mp.get_context("spawn")  # CUDA wants spawn
+            context = mp.get_context("spawn")  # CUDA needs spawn
             self.jobs = context.Queue()
-            self.jobs.cancel_join_thread()  # jobs that nobody takes delay no end of this process
+            self.jobs.cancel_join_thread()  # jobs left in it do not keep this process alive
             for device in devices:
                 receiver, sender = context.Pipe(duplex=False)
                 setup = self.jobs, sender, make_renderer, make_reward, device
@@ -70,7 +70,7 @@ class Pool:
         children.extend(self.workers)
 
     def wait_ready(self) -> list[str]:
-        """Wait until all workers have loaded -> lines: what they run on."""
+        """Wait until all workers have loaded -> lines that say what they run on."""
         while len(self.lines) < len(self.workers):
             self._receive()
         return self.lines
@@ -97,12 +97,12 @@ class Pool:
         return np.concatenate(rewards)
 
     def score(self, states: np.ndarray) -> np.ndarray:
-        """`put` and `take`."""
+        """Call `put`, then `take`."""
         self.put(states)
         return self.take()
 
     def render(self, states: np.ndarray, size: int | None = None) -> np.ndarray:
-        """Draw states [B, S] -> [B, H, W, 3] uint8, as `Scorer.render`."""
+        """Draw states [B, S] -> [B, H, W, 3] uint8, as `Scorer.render` does."""
         self._send("render", np.array(states), size)
         return self._collect()[0]
 
@@ -118,7 +118,7 @@ class Pool:
         return [self.results.pop(number) for number in numbers]
 
     def _receive(self):
-        """Wait for one message of a worker: the result of a job, how it draws, or an error."""
+        """Wait for one message from a worker: the result of a job, how it draws, or an error."""
         number, result = self._next()
         if isinstance(result, Exception):
             raise result
@@ -141,7 +141,7 @@ class Pool:
         except (EOFError, OSError):
             worker = self.workers[self.answers.index(ready[0])]
             worker.join(5)  # it may still print why
-            code = f"exit code {worker.exitcode}; -9 is often a machine without memory left"
+            code = f"exit code {worker.exitcode}; -9 often means too little memory"
             raise RunError(f"a reward worker died ({code})") from None
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ def load(make_renderer, make_reward, device):
 
 
 def failure(name, error):
-    """Return what a process tells another of its exception, which perhaps cannot be pickled: a
+    """Return an exception in a form that can be sent to another process, since it may not pickle: a
     RunError with the traceback, whose last line says what failed."""
     if isinstance(error, UsageError | RunError):
         return error
@@ -170,14 +170,14 @@ def failure(name, error):
 
 
 def end_with_parent():
-    """End this process as soon as its parent has ended, however that was."""
+    """End this process as soon as its parent has ended, however it ended."""
     connection.wait([mp.parent_process().sentinel])
     os._exit(1)
 
 
 def work(jobs, answers, make_renderer, make_reward, device):
-    """Be a worker: load, then do jobs (number, method, *arguments). The result of a GPU is waited
-    for once the next chunk has been drawn, or there is none to draw."""
+    """Be a worker: load, then do jobs (number, method, *arguments). Wait for a GPU's
+    result only after drawing the next chunk, if there is one."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     name, launched = f"reward worker on {device}", []
     try:
