@@ -46,8 +46,8 @@ class Args:
     clip_model: str = "local-dir:tiny_clip"
     """the model"""
     precisions: tuple[str, ...] = ("fp32", "fp16")
-    """number formats of its image tower, or emulated-int8: in float32, with the weights and inputs of
-    its linear and convolutional layers rounded to 8 bits"""
+    """number formats of its image tower; emulated-int8 is fp32 with the weights and inputs of its
+    linear and convolutional layers rounded to 8 bits"""
     render_size: int = 64
     """height and width in pixels"""
     per_task: int = 8
@@ -104,11 +104,9 @@ def draw(args, renderer, variables):
         times.append(1e3 * (time.process_time() - began) / len(states[:32]))
     rewards = {}
     for precision in args.precisions:
-        emulated = precision == "emulated-int8"
-        clip = clip_reward.load_clip(
-            args.clip_model, args.device, "fp32" if emulated else precision
-        )
-        if emulated:
+        loaded = "fp32" if precision == "emulated-int8" else precision
+        clip = clip_reward.load_clip(args.clip_model, args.device, loaded)
+        if loaded != precision:
             emulate_int8(clip.model.visual)
         goals = [clip_reward.CLIPReward(clip, prompt) for prompt in prompts]
         embeddings = goals[0].embed_images(frames)
