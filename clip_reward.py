@@ -353,7 +353,7 @@ def find_weights(folder: Path) -> str:
     if not names or not (folder / "open_clip_config.json").is_file():
         problem = f"needs open_clip_config.json and {WEIGHTS[0]}"
     elif len(names) > 1:
-        problem = f"has several files of weights, leave one: {shorten(', '.join(names), 120)}"
+        problem = f"has several files of weights; keep one: {shorten(', '.join(names), 120)}"
     else:
         return str(folder / names[0])
     raise UsageError(f"--clip-model local-dir:{folder}: {folder.resolve()} {problem}")

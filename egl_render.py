@@ -88,7 +88,7 @@ def left_out_by_warp(model: "mujoco.MjModel") -> str:
     """Name what the model shows and MuJoCo Warp does not, or return "" if there is nothing."""
     import mujoco
 
-    of_materials = np.append(model.mat_rgba[:, 3], 1.0)  # the last for -1, no material
+    of_materials = np.append(model.mat_rgba[:, 3], 1.0)  # index -1: no material
     alpha = model.geom_rgba[:, 3] * of_materials[model.geom_matid]
     parts = {
         "sites": (model.site_rgba[:, 3] > 0) & (model.site_group < 3),
@@ -226,10 +226,10 @@ def choose_camera(
     args: RenderArgs, env: Any, default: Camera | None = None
 ) -> Camera | list[Camera]:
     """Return the `Camera` that the flags ask for in a Gymnasium MuJoCo environment, or a list for
-    several azimuths. What no flag sets is as in `default`, or else as in the paper's camera for the
-    humanoid and the environment's for other tasks. Unless the task says where its camera looks, it
-    tracks the first body that is free or slides without limits and has actuators: a robot that can
-    leave the picture, but not a cart on a rail, a ball or a pushed puck."""
+    several azimuths. Settings that no flag gives come from `default`, or else from the paper's
+    camera (humanoid) or the environment's (other tasks). Unless the task sets a lookat, the
+    camera tracks the first body that is free or slides without limits and has actuators: a robot
+    that can leave the picture, but not a cart on a rail, a ball or a pushed puck."""
     import mujoco
 
     model, joint = env.unwrapped.model, mujoco.mjtJoint

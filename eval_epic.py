@@ -324,8 +324,8 @@ class Label(OnDataset):
     question: str | None = None
     """what to ask instead of the judge's criterion"""
     check: PositiveInt | None = None
-    """save no labels, but compare the answers of --by to this many frames with a person's labels in
-    the file, or else with the judge"""
+    """save no labels: let --by answer about this many frames, and compare its answers with a
+    person's labels in the file, or else with the judge's"""
 
     def session(self):
         """Return the label_page.Session."""

@@ -44,7 +44,7 @@ class Head(torch.nn.Module):
         """Raise ValueError unless there is a weight for each of the D numbers of an embedding."""
         wanted = dim * max(1, len(self.about["flags"]["camera_azimuth"]))
         if len(self.weight) != wanted:
-            problem = f"the head has {len(self.weight)} weights, its model and cameras {wanted}"
+            problem = f"it has {len(self.weight)} weights, but its model and cameras need {wanted}"
             raise ValueError(f"{problem}; fit it again with eval_epic.py fit")
 
     def logits(self, embeddings: torch.Tensor) -> torch.Tensor:

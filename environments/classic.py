@@ -25,10 +25,10 @@ CAR_SUPERSAMPLING = 4  # scenes/car.png is this many times as large
 
 
 class CartPoleTask(gym.Wrapper):
-    """CartPole that continues after the pole has fallen, since an early end would tell the agent
-    about the task (section 4.1 of the paper): the cart stops at the ends of the track, the angle is
-    wrapped to [-pi, pi]. The reward is 1 for every step that is not a failure by Gymnasium's rule
-    (12 degrees, or off the track); an episode without a failure is a success."""
+    """CartPole that continues after the pole has fallen, since an early end would leak
+    information about the task (section 4.1 of the paper): the cart stops at the track's ends, the
+    angle is wrapped to [-pi, pi]. The reward is 1 for every step that is not a failure by
+    Gymnasium's rule (12 degrees, or off the track); an episode without failures is a success."""
 
     def __init__(self, env):
         super().__init__(env)

@@ -1,7 +1,7 @@
 """Humanoid-v5, many at once: one process, MuJoCo's own threads, nothing pickled.
 
-On two cores 2.5 times as fast as a process per environment; the part of a step that more cores do
-not shorten is a third as long (docs/speed.md)."""
+On two cores this is 2.5 times as fast as a process per environment, and the part of a step that
+more cores do not shorten takes a third of the time (docs/speed.md)."""
 
 import os
 

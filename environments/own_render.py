@@ -37,7 +37,7 @@ def why_own_render(make: Any) -> str:
     env = make()
     task, spec = env.unwrapped, env.spec
     if not isinstance(task, MujocoEnv):
-        return "it is no MujocoEnv of Gymnasium"
+        return "it is not a MujocoEnv of Gymnasium"
     as_it_is = not spec.additional_wrappers and {*spec.kwargs} <= {"render_mode"}
     if egl_render.is_gymnasiums(spec) and as_it_is:
         return ""

@@ -119,7 +119,7 @@ def own_picture(env: gym.Env, size: int, shape: tuple | None = None) -> np.ndarr
     form = frame.shape[2:] if isinstance(frame, np.ndarray) and frame.dtype == np.uint8 else None
     if form not in ((), (1,), (3,), (4,)):
         given = getattr(frame, "shape", type(frame).__name__), getattr(frame, "dtype", "")
-        raise RunError(f"its render() gives no picture [H, W, 3] uint8, but {given[0]} {given[1]}")
+        raise RunError(f"its render() must return [H, W, 3] uint8, not {given[0]} {given[1]}")
     image = Image.fromarray(frame[..., 0] if form == (1,) else frame).convert("RGB")
     image.thumbnail((size, size))  # never enlarges
     return np.asarray(ImageOps.pad(image, shape[1::-1]) if shape else image)
@@ -133,7 +133,7 @@ def simulated_time(env: Any) -> float:
 
 
 class EndlessEpisodes(gym.Wrapper):
-    """Episodes that never end by themselves: an early end would tell the agent about the task
+    """Episodes that never end by themselves: an early end would leak information about the task
     (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
     needs, "states" or "frames", and "success" where the task has a rule of its own.
 
@@ -178,7 +178,7 @@ class EndlessEpisodes(gym.Wrapper):
         try:
             info = {} if success is None else {"success": float(np.mean(success))}
         except (TypeError, ValueError) as error:
-            raise RunError(f"the success in its info is no number: {success!r}") from error
+            raise RunError(f"the success in its info is not a number: {success!r}") from error
         if self.by_state:
             task = self.unwrapped
             known = self.spec.id in classic.TASKS
@@ -219,7 +219,7 @@ def make_endless(args: Any, by_state: bool, filmed: bool = False, **kwargs: Any)
     with contextlib.suppress(NotImplementedError):  # a space of the package's own, such as words
         flat = env.observation_space.is_np_flattenable
     if not flat:
-        problem = "its observations vary in size or are no numbers; a wrapper can flatten them"
+        problem = "its observations vary in size or are not numbers; a wrapper can flatten them"
         raise UsageError(f"--env-id {args.env_id}: {problem}")
     if len(env.observation_space.shape or ()) != 1:  # pictures, a Dict, a number
         env = gym.wrappers.FlattenObservation(env)
@@ -254,14 +254,14 @@ def make_vector_env(args: Any, thunks: list) -> gym.vector.VectorEnv:
     # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
     if 60_000_000 * len(thunks) > free_memory():  # of each, measured: 73 MB
-        raise UsageError(f"--num-envs {len(thunks)}: there is no memory for so many processes")
+        raise UsageError(f"--num-envs {len(thunks)}: too little memory for so many processes")
     before = set(multiprocessing.active_children())
     with stop_signals_blocked():
         modes |= {"context": "forkserver", "worker": environment_process, "copy": False}
         try:
             envs = gym.vector.AsyncVectorEnv(thunks, **modes)
         except (EOFError, ConnectionError) as error:
-            raise RunError("the process of an environment died while it was made") from error
+            raise RunError("an environment's process died while starting") from error
         finally:  # some may live although another one could not be made
             children.extend(set(multiprocessing.active_children()) - before)
     waits: Any = envs
@@ -274,8 +274,8 @@ def make_renderer(
     args: Any, device: Any = "cpu", size: int | None = None, camera: Any = None
 ) -> Any:
     """Make what draws states on a device, at --render-size or another `size`, as a `Scorer` wants
-    it. What no flag says of a MuJoCo task's camera is as in the egl_render.Camera `camera`, or
-    chosen by `egl_render.choose_camera`."""
+    it. Settings of a MuJoCo task's camera that no flag gives come from `camera`, an
+    egl_render.Camera, or are chosen by `egl_render.choose_camera`."""
     size = size or args.frame_size
     if args.env_id in classic.TASKS:
         textured = args.textured and args.env_id != "CartPole-v1"

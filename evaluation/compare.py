@@ -110,8 +110,8 @@ def prompts(data, task, labels, reward, out, judge=None):
     title = "Green: good, red: not good. Rows: highest rewards; highest of not good; lowest of good"
     cells = map(figures.framed, frames, words, good[shown])
     figures.write_sheet(out / "states.png", cells, title=title)
-    say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png (by the best row, ten states")
-    say("each: highest rewards, highest of those not good, lowest of the good)")
+    say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png, which shows for the best row")
+    say("ten states each: highest rewards, highest among those not good, lowest among the good")
     found = {"target_prompt": best["prompt"], "reward_alpha": best["reward_alpha"]}
     found["clip_model"] = best["model"]
     found["baseline_prompt"] = models[0].baseline_prompt if best["reward_alpha"] else ()
@@ -126,12 +126,12 @@ WORTH = Path(__file__).with_name("worth.csv")  # benchmarks/worth.py fills in au
 
 
 def say_worth():
-    """Print how well such numbers foretold the success of policies that were trained here."""
+    """Print how well such numbers predicted the success of policies that were trained here."""
     with WORTH.open(newline="") as file:
         rows = list(csv.DictReader(file))
     tasks, index = np.unique([row["task"] for row in rows], return_inverse=True)
-    say(f"what such numbers were worth: rank correlation with the success of {len(rows)} policies")
-    say(f"(docs/results.md; 95 % interval) over {len(tasks)} tasks | within a task")
+    say(f"how well these predict success: rank correlation over {len(rows)} policies")
+    say(f"(docs/results.md; 95 % interval), over {len(tasks)} tasks | within a task")
 
     def column(name):
         values = np.array([float(row[name]) for row in rows])

@@ -97,7 +97,7 @@ def play(args, paths, episodes, key, explore=False, every=1, made=()):
     """
     parts, (seed, use) = [], key
     for k, path in enumerate(paths):
-        # a spawn key, because SeedSequence((0, 3, 0)) is SeedSequence((0, 3)), a rollout's
+        # a spawn key: SeedSequence((0, 3, 0)) equals SeedSequence((0, 3)), which a rollout uses
         seeds = np.random.SeedSequence(seed, spawn_key=(use, k)).generate_state(episodes)
         parts.append(rollout(args, path, seeds, explore))
         parts[k]["episode"] += k * episodes
@@ -202,9 +202,9 @@ def read_labels(path, dataset, task):
             or int(index) not in there.get(unit, ())
             or label not in ("0", "1")
         ):
-            wanted = f"a frame or episode of {dataset.path} and 0 or 1"
+            wanted = f"must be a frame or episode of {dataset.path}, labelled 0 or 1"
             found = shorten(f"{unit} {index}, {label!r}", 80)
-            raise UsageError(f"{path}, line {line}: not {wanted}: {found}")
+            raise UsageError(f"{path}, line {line}: {wanted}, not {found}")
         labels[unit][int(index)] = label == "1"
     return labels
 

@@ -72,10 +72,10 @@ class Labelled:
         return auc(logits[known], self.good[known])
 
     def weakest(self, trials):
-        """Return the number of the first of held-out logits [S, K], from weak fits to strong, that
-        ranks the labels about as well as the best: its AUC, a mean over folds, is lower by at most
-        one standard error of this difference (the rule of Breiman et al. 1984). Folds with labels
-        of one kind tell nothing; without two others it is the first."""
+        """Return the index of the most regularised fit that ranks the labels about as well as the
+        best: its AUC, a mean over folds, is lower by at most one standard error of this difference
+        (the rule of Breiman et al. 1984). `trials`: held-out logits [S, K], the most regularised
+        first. Folds with labels of one kind do not count; without two others it is 0."""
         found = [[auc(logits[out], self.good[out]) for logits in trials] for _, out in self.folds]
         found = np.array([row for row in found if np.isfinite(row).all()])
         if len(found) < 2:
@@ -90,7 +90,7 @@ def logistic(features, good, strength=1.0, class_weight=None):
     from sklearn.linear_model import LogisticRegression  # takes a second
 
     model = LogisticRegression(C=strength, class_weight=class_weight, max_iter=5000)
-    middle = features.mean(0)  # without which it takes ten times as long
+    middle = features.mean(0)  # without centring it takes ten times as long
     (weight,), (bias,) = model.fit(features - middle, good).coef_, model.intercept_
     return weight, bias - weight @ middle
 
@@ -98,12 +98,12 @@ def logistic(features, good, strength=1.0, class_weight=None):
 def fit_head(labelled):
     """Fit a Labelled -> weight [D], bias. Raises UsageError as `folds` does.
 
-    The strength is the weakest that ranks held-out labels about as well as the best: a policy goes
-    to states that nobody labelled, and the stronger fit is the one that it finds errors of. Every
-    label weighs the same: where good states are rare, weighing them more would weigh slips more. A
-    second regression, on these logits, says how far they can be trusted (Platt 1999): without it a
-    head that ranks well is sure of everything, and a reward of zeros and ones shows no way. There
-    both kinds weigh the same, or a rare pose would get next to nothing.
+    Among fits that rank held-out labels about equally well it picks the most regularised: a policy
+    visits states that nobody labelled and exploits the errors of a less regularised fit. All labels
+    have the same weight: where good states are rare, a larger weight would amplify wrong labels. A
+    second regression calibrates the logits (Platt 1999): otherwise a head that ranks well gives
+    only 0 and 1, a reward that shows no progress. In it both classes have the same weight, or a
+    rare pose would get almost no reward.
     """
 
     def fit_with(strength):
@@ -119,8 +119,8 @@ def fit_head(labelled):
 
 
 def learning_curve(labelled, repeats=3):
-    """Return {number of labels: mean AUC of held-out labels}, fitted to as many labels of the other
-    folds as there would be if so few had been given, drawn at random."""
+    """Return {number of labels: mean AUC on held-out labels}. Each fit uses a random sample of the
+    other folds' labels, as large as if only that number of labels had been given."""
 
     def fit_few(part, rng, share):
         return fit_head(part[rng.permutation(len(part))[: round(len(part) * share)]])
@@ -148,7 +148,7 @@ def fit(parts, model, out, judge=None):
     sheet = out.with_suffix(".png")
     for path in (out, sheet):
         if path.exists() or out == sheet:
-            raise UsageError(f"--out {out}: {path} exists already or is the head's; rename --out")
+            raise UsageError(f"--out {out}: {path} exists already or is the head; rename --out")
     data, task, _ = parts[0]
     flags = {name: vars(data.args)[name] for name in FLAGS} | {"clip_model": model.clip_model}
     states, names, truth, episodes, whose = [], [], [], [], Counter()
@@ -220,8 +220,8 @@ def least_sure(path, data):
     """Return the rows of a Dataset, those first of which the head at `path` is least sure. It sees
     them by its own cameras. Raises UsageError.
 
-    A head weighs good states and others the same. Here they are as rare as among its labels, which
-    moves its even chance to higher values: twice as many of the states asked are good.
+    A head weighs both classes equally. Here its logits are corrected for how rare good states were
+    among its labels: then twice as many of the states that are asked about are good.
     """
     try:
         head = load_head(str(path), {"env_id": data.args.env_id})
@@ -240,8 +240,8 @@ def least_sure(path, data):
 
 
 def most_likely(name, data, task):
-    """Return the rows of a Dataset, those first that the model `name` scores highest by the words
-    of a judges.Task, or else of the dataset. Raises UsageError."""
+    """Return the rows of a Dataset, those first that the model `name` scores highest with the
+    prompt of a judges.Task, or else of the dataset. Raises UsageError."""
     prompts, _ = words_for(data, task)
     if not prompts:
         raise UsageError(f"--likely: neither {task.name} nor {data.path} has words to score by")

@@ -48,9 +48,9 @@ def locked(folder):
 
 class Session:
     """The frames or episodes (`unit`) of a dataset to label, `count` or all, and the CSV file of
-    answers. Their order is random and the same at every start: what is labelled so far is a fair
-    sample; or it is `order`, a list of their numbers. Rows of the file on other datasets and tasks
-    are kept. Raises UsageError if the dataset has no episodes, or the file does not hold labels."""
+    answers. Their order is `order`, a list of their numbers, or else random and the same at every
+    start, so the labelled ones are an unbiased sample. Rows on other datasets and tasks are kept.
+    Raises UsageError if the dataset has no episodes, or the file does not hold labels."""
 
     by = ""  # the model that answers, "" for a person
 

@@ -119,7 +119,7 @@ def checkpoint_paths(run, names) -> list[Path]:
     for path in paths or [folder]:
         if not path.is_file():
             there = ", ".join(map(str, steps)) or "none"
-            raise UsageError(f"{run}: no {path.name}; best or one of these steps: {there}")
+            raise UsageError(f"{run}: no {path.name}; choose best or a step: {there}")
     return paths
 
 

@@ -1,7 +1,7 @@
 """Ask a vision-language model instead of a person: yes, no or unsure about each frame.
 
 Any server that speaks OpenAI's chat completions will do. The key, from OPENAI_API_KEY, is neither
-printed nor saved. The client itself repeats what fails by 429, 5xx, a timeout or a lost connection.
+printed nor saved. The client retries after status 429 or 5xx, a timeout or a lost connection.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ def ask(session, indices, model, url, use):
                     tally[word] += 1
                     use(index, ANSWERS[word])
                 if k == 0 and tally["unreadable"] == AT_ONCE:
-                    raise openai.OpenAIError(f"no answer is yes, no or unsure, but {said!r}")
+                    raise openai.OpenAIError(f"no answer is yes, no or unsure; the last: {said!r}")
                 counts = ", ".join(f"{count} {word}" for word, count in tally.items())
                 say(f"{k + len(batch)} of {len(indices)}: {counts}")
 

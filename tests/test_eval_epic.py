@@ -745,7 +745,7 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     args = json.loads((runs["good"] / "args.json").read_text())
     save_flags(tmp_path / "e", make_args(dqn), leap=True)
     assert "leap" in message(tmp_path / "e")
-    assert "no step_7.pt; best or one of these steps: 64" in message(runs["good"], checkpoint="7")
+    assert "no step_7.pt; choose best or a step: 64" in message(runs["good"], checkpoint="7")
     assert "CartPole-v1 has cartpole" in message(runs["good"], judge="kneeling")
     assert "has no cartpole" in message(runs["good"], compare=runs["car"])
     ignored = shutil.ignore_patterns("success*", "index.html")
@@ -846,8 +846,8 @@ def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     assert "no label for cartpole" in message(rows=[row(0, 1, name="other")])
     assert "no label for cartpole" in message(rows=[row(0, 1, task="kneeling")])
     assert "line 3: " in message(rows=[row(0, 1), row(150, 0)])
-    assert "not a frame or episode of" in message(rows=[row(0, 1), row(150, 0)])
-    assert "and 0 or 1: frame 0, 'yes'" in message(rows=[row(0, "yes")])
+    assert "must be a frame or episode of" in message(rows=[row(0, 1), row(150, 0)])
+    assert "labelled 0 or 1, not frame 0, 'yes'" in message(rows=[row(0, "yes")])
     assert "all 0 labels on states" in message(rows=[row(4, 1, "episode"), row(5, 0, "episode")])
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     assert "the columns must include dataset,unit" in message(labels=str(tmp_path / "other.csv"))
@@ -855,7 +855,7 @@ def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     assert "not labels" in message(labels=str(tmp_path / "binary.csv"))
     (tmp_path / "nul.csv").write_text(f"{','.join(datasets.LABEL_COLUMNS)}\ncart,frame,0\0")
     assert "NUL" in message(labels=str(tmp_path / "nul.csv"))
-    assert "not a frame" in (said := message(rows=[row("9" * 6000, 1)])) and len(said) < 300
+    assert "must be a frame" in (said := message(rows=[row("9" * 6000, 1)])) and len(said) < 300
     assert "No such file" in message(labels=str(tmp_path / "none.csv"))
     none = dataclasses.replace(MODEL, reward_alpha=())
     assert "--reward-alpha" in message(reward=none)
@@ -918,7 +918,7 @@ def test_labels_that_a_spreadsheet_saved_are_read(cart, kind, tmp_path):
         ((LABELS + "\ncart,frame\n").encode(), 5, "dataset,unit,index,task,label must all have"),
         ((LABELS + "cart;frame;4;cartpole;1\n").encode(), 4, "must all have a value"),
         ((LABELS + 'cart,frame,4,cartpole,1,"note\n' + LABELS).encode(), 4, "end of data"),
-        ((LABELS + "\ncart,frame,4,cartpole,yes\n").encode("utf-8-sig"), 5, "and 0 or 1: frame 4"),
+        ((LABELS + "\ncart,frame,4,cartpole,yes\n").encode("utf-8-sig"), 5, "0 or 1, not frame 4"),
         (LABELS.replace("schief é", '"\n\n"').replace("3", "x").encode(), 5, "a frame or episode"),
     ],
 )

@@ -274,7 +274,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(frames, tmp_path):
     assert "single states and no episodes" in refused(unit="episode")
     assert "not labels" in refused(labels="foreign")
     assert "not labels" in refused(labels="binary")
-    assert "not a frame or episode of" in refused(labels="wrong")
+    assert "must be a frame or episode of" in refused(labels="wrong")
     assert "Is a directory" in refused(labels="folder")
     assert {name: (tmp_path / f"{name}.csv").read_bytes() for name in files} == files
     assert not (tmp_path / "cartpole").exists()

@@ -120,8 +120,8 @@ BY_ITSELF = {
     "Shown": "moves sites in its data",
     "Wide": "not square",
     "Framed": "shows more than its state",
-    "Flat": "no MujocoEnv",
-    "Raw": "no MujocoEnv",
+    "Flat": "not a MujocoEnv",
+    "Raw": "not a MujocoEnv",
 }
 
 
@@ -318,7 +318,7 @@ def test_pictures_are_as_large_as_the_first_and_success_is_a_share():
     assert env.step(np.float32([0]))[-1]["success"] == 0.5
     env = sac.make_env(args_for("Boast"))()
     env.reset(seed=0, options={})
-    with pytest.raises(RunError, match="the success in its info is no number: 'yes'"):
+    with pytest.raises(RunError, match="the success in its info is not a number: 'yes'"):
         env.step(np.float32([0]))
 
 
@@ -331,8 +331,8 @@ BROKEN = {
     "NoWords": "assert seed is None",
     "NoXml": "moved.xml does not exist",
     "WrongRate": "Expected value: ",
-    "NoPicture": r"gives no picture \[H, W, 3\] uint8, but NoneType",
-    "Floats": "gives no picture .* float64",
+    "NoPicture": r"must return \[H, W, 3\] uint8, not NoneType",
+    "Floats": "must return .* float64",
     "Lost": "peoples_tasks.ContextLost: the GL context is lost",
     "Missing": "doesn't exist",
     "Varied": "observations vary in size",
@@ -383,7 +383,7 @@ LOST = "peoples_tasks.ContextLost: the GL context is lost"
     [
         pytest.param("LostLater", f"the environment failed: {LOST}", marks=pytest.mark.slow),
         pytest.param("OneLicence", f"the environment failed: {LOST}", marks=pytest.mark.slow),
-        ("Quits", "the process of an environment died while it was made"),
+        ("Quits", "an environment's process died while starting"),
     ],
 )
 def test_a_task_that_fails_in_its_own_process_ends_the_run_in_one_line(task, message, tmp_path):

@@ -391,7 +391,7 @@ def test_a_head_of_another_shape_or_type_is_refused(tmp_path):
     weight, bias = torch.ones(64), torch.zeros(1)
     path.write_bytes(Head(weight, bias, about).to_bytes())
     load_head(str(path)).check_size(64)
-    with pytest.raises(ValueError, match="64 weights, its model and cameras 63"):
+    with pytest.raises(ValueError, match="64 weights, but its model and cameras need 63"):
         load_head(str(path)).check_size(63)
     wrong = [(weight.double(), bias, about), (weight, torch.zeros(2), about)]
     wrong += [(weight[None], bias, about), (weight * np.nan, bias, about)]

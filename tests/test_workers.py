@@ -415,7 +415,7 @@ class OtherLooks(PaintRenderer):
 
 def test_workers_that_draw_otherwise_are_an_error():
     pool = Pool(OtherLooks, MeanReward, ["cpu", "cpu"])
-    with pytest.raises(RunError, match="draws by egl .*, the others by egl.*--renderer"):
+    with pytest.raises(RunError, match="draws with egl .*, the others with egl.*--renderer"):
         pool.wait_ready()
     pool.close()
 

@@ -51,8 +51,8 @@ LOAD = ("Ray actor", "load")  # a job with a name in place of a number
 
 class RayPool(workers.Pool):
     """A Pool of Ray actors: for "ray:N" N of them, for "ray" one per GPU of the cluster (per CPU if
-    it has no GPU), also on nodes that join later. The least busy one gets the next job, at most two
-    each. A lost one is replaced where there is room; free actors repeat its jobs."""
+    it has no GPU), also on nodes that join later. The least busy one gets the next job; none
+    has more than two. A lost one is replaced where there is room; free actors repeat its jobs."""
 
     def _start(self, make_renderer, make_reward, devices):
         self.ray, self.kind = connect_to_ray()

@@ -128,7 +128,7 @@ class Pool:
         look, line = result
         self.look = self.look or look
         if look != self.look:
-            problem = f"{number} draws by {look}, the others by {self.look}"
+            problem = f"{number} draws with {look}, the others with {self.look}"
             raise RunError(f"{problem}: choose with --renderer")
         self.lines.append(f"{number}: {line}")
 
