@@ -172,7 +172,7 @@ def test_what_warp_misses_is_one_line_and_stderr_stays(monkeypatch, tmp_path, ca
         raise PermissionError(13, "Permission denied", "/nowhere/.cache")
 
     monkeypatch.setattr(warp, "init", init)
-    assert "Permission denied: '/nowhere/.cache'); name a folder" in message()
+    assert "Permission denied: '/nowhere/.cache'); set WARP_CACHE_PATH" in message()
 
 
 @pytest.mark.slow
