@@ -203,7 +203,7 @@ def read_labels(path, dataset, task):
             or label not in ("0", "1")
         ):
             wanted = f"must be a frame or episode of {dataset.path}, labelled 0 or 1"
-            found = shorten(f"{unit} {index}, {label!r}", 80)
+            found = shorten(f"{unit} {index}, {label!r}", 60)
             raise UsageError(f"{path}, line {line}: {wanted}, not {found}")
         labels[unit][int(index)] = label == "1"
     return labels

@@ -24,7 +24,6 @@ GOOD = {
     DQN: f"--target-prompt upright --clip-model {TINY} --reward-devices cpu",
     EVAL: "",
 }
-LONG = "word " * 100
 
 # flags after GOOD's (the last one counts), and what has to be said
 BOTH = """
@@ -91,8 +90,6 @@ BOTH = """
 ROWS = {
     SAC: """
 --reward-alpha 0.5 --target-prompt thing --baseline-prompt Thing%20 | the same
---target-prompt {long}                      | too long
---clip-model local-dir:{cut}                | cut
 --clip-model local-dir:{broken}             | broken
 --clip-model local-dir:{dangling}           | dangling
 --judge {judges}:nothing                    | nothing
@@ -227,7 +224,7 @@ def places(tmp_path_factory):
     return {
         **{"cut": cut, "broken": broken, "dangling": dangling, "folder": folder, "run": run_dir},
         **{"huge": 10**12, "judges": top / "judges.py"},
-        **{"data": top / "data.npz", "readme": ROOT / "README.md", "long": LONG},
+        **{"data": top / "data.npz", "readme": ROOT / "README.md"},
     }
 
 

@@ -606,6 +606,7 @@ def test_weights_of_openai_get_their_activation_and_only_the_image_tower_is_roun
     assert {(p.device.type, p.dtype) for p in image} == {("meta", torch.bfloat16)}
 
 
+@pytest.mark.slow
 def test_linear_layers_of_int8_by_torchao(frames, monkeypatch):
     exact = clip_reward.CLIPEmbedder(load_without_weights("ViT-B-32/openai")[0]).embed_images(
         frames

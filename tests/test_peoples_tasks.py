@@ -116,7 +116,7 @@ BY_ITSELF = {
     "Words": "shows more than its state",
     "Turned": "sets the camera",
     "Follower": "moves the camera",
-    "TwoWorlds": "does not draw by",
+    "TwoWorlds": "does not draw with",
     "Shown": "moves sites in its data",
     "Wide": "not square",
     "Framed": "shows more than its state",
