@@ -76,12 +76,12 @@ class Pictures(egl_render.RenderArgs):
     textured: bool | None = None
 
     def apply(self, args):
-        """Set what is given here in a script's Args."""
+        """Copy the flags that are given here to a script's Args."""
         vars(args).update({k: v for k, v in vars(self).items() if v not in (None, ())})
 
 
 def args_of(env_id):
-    """Return the Args of the script that has this task."""
+    """Return the Args of the script that learns this task."""
     return (dqn if env_id in classic.DISCRETE else sac).Args(env_id=env_id)
 
 
@@ -145,7 +145,7 @@ class Collect(Own):
 
 @dataclass(kw_only=True)
 class OnDataset(Own):
-    """What the commands on a dataset have in common."""
+    """Flags that all commands on a dataset share."""
 
     dataset: Path
     """a file made by collect"""
@@ -406,7 +406,7 @@ if __name__ == "__main__":
         command()
     except BrokenPipeError:  # the reader of the help has gone: `| head -1`
         pass
-    except (UsageError, OSError) as error:  # of a file: its name and what is wrong with it
+    except (UsageError, OSError) as error:  # an OSError names the file and its problem
         print(f"error: {cut(error)}", file=sys.stderr)
         sys.exit(2)
     except clip_reward.RunError as error:

@@ -23,7 +23,7 @@ SCRIPTS = {script.__name__: script for script in (sac, dqn)}
 
 @dataclass(kw_only=True)
 class Own:
-    """Code of your own. None is run just because a run or a dataset names it."""
+    """Code of your own. It is not run merely because a run or a dataset names it."""
 
     script: Path | None = None
     """your changed copy of a script, if the run or dataset was made with it"""
@@ -51,7 +51,7 @@ def find_script(name, own, where):
 
 
 def script_of(args):
-    """Return the script whose Args these are."""
+    """Return the script that defines the class of these Args."""
     return sys.modules[type(args).__module__]
 
 
@@ -111,8 +111,8 @@ def make_scorer(args, cameras=None):
 
 
 def checkpoint_paths(run, names) -> list[Path]:
-    """Return the files of checkpoints: "best", numbers of steps, "all" numbers. Raises
-    UsageError."""
+    """Return the files of checkpoints by their names: "best", a number of steps, or "all" numbers.
+    Raises UsageError."""
     folder, steps = Path(run) / "checkpoints", sorted(checkpoints(run))
     names = [each for name in names for each in (steps if name == "all" else [name])]
     paths = [folder / ("best.pt" if name == "best" else f"step_{name}.pt") for name in names]
