@@ -177,7 +177,7 @@ class RewardArgs:
         there = ["cpu", *cuda_devices()]
         if unknown := " ".join(name for name in named if name not in there):
             here = ", ".join(there)
-            raise UsageError(f"--reward-devices {unknown}: this machine has {here}; or ray, ray:N")
+            raise UsageError(f"--reward-devices {unknown}: choose from {here}, ray or ray:N")
         return named or there[1:] or ["cpu"] * min(4, os.cpu_count() or 1)
 
     def check_reward(self) -> None:
@@ -267,7 +267,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 def load_image(path: str | Path) -> np.ndarray:
-    """Read a picture, turn it by its EXIF tag, put it on white -> [H, W, 3] uint8; UsageError."""
+    """Read a picture, turned by its EXIF tag, on white -> [H, W, 3] uint8. Raises UsageError."""
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)

@@ -40,7 +40,7 @@ INSTALL_WARP = 'pip install ".[warp]"'
 
 def setup_gl(device: object = "cpu") -> None:
     """Set environment variables that make MuJoCo draw on a torch device, "cpu" or "cuda:i". Call it
-    before mujoco is imported. A MUJOCO_GL that is set stays. mujoco.egl numbers devices as CUDA."""
+    before mujoco is imported. MUJOCO_GL stays if it is set. mujoco.egl counts devices like CUDA."""
     # Mesa and triton (which torchvision imports) each bring an LLVM. Loading triton's second causes
     # a segmentation fault; loading it first does not.
     with contextlib.suppress(ImportError):
@@ -218,7 +218,7 @@ def env_camera(env: Any) -> Camera:
 
 
 def is_gymnasiums(spec: Any) -> bool:
-    """Return whether the class of a task, given as gymnasium.EnvSpec, comes with Gymnasium."""
+    """Return whether the class of a task, given as a gymnasium.EnvSpec, comes with Gymnasium."""
     return str(spec.entry_point).startswith("gymnasium.envs.mujoco")
 
 

@@ -165,7 +165,7 @@ def check_args(args: Args):
 
 
 class RunningNorm(nn.Module):
-    """Normalise observations [B, O] by the mean and deviation of all earlier ones, and clip them to
+    """Normalise observations [B, O] by their running mean and standard deviation, and clip them to
     +-10: RSNorm in SimBa (Lee et al. 2024). Statistics are merged as in Chan et al. (1979)."""
 
     def __init__(self, observation_dim):
@@ -277,7 +277,7 @@ def exploration_noise(T, N, action_dim, pink):
 
 class ReplayBuffer:
     """A ring of whole rollouts, float32. Fixed-length episodes have no reset inside, so the next
-    observation is the following row: T + 1 rows hold T steps, in half the memory of both."""
+    observation is the following row. T + 1 rows hold T steps in half the memory of storing both."""
 
     def __init__(self, rollouts, T, N, observation_dim, action_dim, device, gamma=0.95, n_step=1):
         self.gamma = gamma

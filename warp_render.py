@@ -91,7 +91,7 @@ class WarpRenderer:
         if self.device.type == "cuda" and not warp.is_cuda_available():
             versions = warp.get_cuda_toolkit_version(), warp.get_cuda_driver_version()
             need, has = (".".join(map(str, version or ["none"])) for version in versions)
-            problem = f"Warp {warp.config.version} is made for CUDA {need}, the driver has {has}"
+            problem = f"Warp {warp.config.version} needs CUDA {need}, but the driver has {has}"
             raise UsageError(f"{problem}; update the driver, or draw with --renderer egl")
 
     def _on_device(self):

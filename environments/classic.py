@@ -100,7 +100,7 @@ def hill(x: Any) -> Any:
 
 
 class ClassicRenderer:
-    """Draw CartPole and MountainCar states without stepping, without a display and OpenGL.
+    """Draw CartPole and MountainCar states without stepping, without a display and without OpenGL.
 
     Plain frames of the native size equal those of Gymnasium's own `env.render()`, pixel for pixel.
     Gymnasium repaints everything and copies it twice, in 1.8 to 2.8 ms a frame. This class paints

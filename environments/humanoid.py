@@ -1,4 +1,4 @@
-"""Many Humanoid-v5 at once, in one process, stepped by MuJoCo's own threads; nothing is pickled.
+"""Many Humanoid-v5 environments in one process, stepped by MuJoCo's threads; nothing is pickled.
 
 On two cores this is 2.5 times as fast as a process per environment, and the part of a step that
 more cores do not shorten takes a third of the time (docs/speed.md)."""
@@ -17,7 +17,7 @@ from egl_render import UNSTABLE
 
 class HumanoidVectorEnv(gym.vector.VectorEnv):
     """N times gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1), with
-    the same observations, rewards, resets and states. The formulas are those of humanoid_v5.py.
+    the same observations, rewards, resets and states, bit for bit. See Gymnasium's humanoid_v5.py.
 
     Nothing terminates, is truncated or resets itself; `infos` has "states" [N, 47] float64, qpos
     and qvel. The observations [N, O] float64 are the same array at every call: O is 348, or less

@@ -89,7 +89,7 @@ def measure(states):
         foot, shin, thigh, knee [B, 2] (right, left): gap to the floor. A knee is the part of shin
             and thigh within KNEE of the joint.
         bend [B, 2]: angle of the knee in radians, 0 is straight.
-        shin_front [B, 2]: z of the shin's forward axis, -1 if the shin lies on the floor to kneel.
+        shin_front [B, 2]: z of the shin's forward axis, -1 if it lies on the floor as in kneeling.
         knee_at, foot_at [B, 2, 3]: place relative to the pelvis: forward as the robot faces,
             outward to that side, up; along horizontal axes (they mean nothing if |up| is small).
         hand_at [B, 2, 3]: place of the hand relative to the torso in the torso's own axes: forward,
@@ -159,7 +159,7 @@ KNEELING_BALANCE = 0.3  # wide hull, short fall; chosen by looking at frames of 
 
 
 def _stands(f):
-    """Return whether the robot is upright on its feet only, legs unfolded, not about to fall."""
+    """Return whether the robot is upright on one or both feet only, legs unfolded, not falling."""
     on_feet_only = (f["trunk"] > TOUCH) & (f["pelvis_floor"] > TOUCH) & (f["arms"] > TOUCH)
     on_feet_only &= (np.minimum(f["shin"], f["thigh"]).min(1) > TOUCH) & _feet(f).any(1)
     upright = (f["up"] > 0.85) & (f["pelvis"] > 0.7)  # within 32 degrees; straight legs: 0.86 m
@@ -183,7 +183,7 @@ def _on_hips(f):
 
 
 def _crossed(f):
-    """Return whether the hands have passed each other before the chest: the forearms cross."""
+    """Return whether the hands have passed each other in front of the chest (crossed forearms)."""
     forward, outward, up = np.moveaxis(f["hand_at"], -1, 0)
     return (outward.sum(1) < -0.04) & ((forward > 0.1) & (up > -0.25) & (up < 0.2)).all(1)
 
@@ -232,7 +232,7 @@ HUMANOID = {
 
 
 def _cart_pole(states):
-    """Apply CartPole-v1's rule: at most 12 degrees, and the cart at most 2.4 from the middle."""
+    """Apply CartPole-v1's rule: the pole within 12 degrees, the cart within 2.4 of the middle."""
     return (np.abs(states[:, 2]) <= math.radians(12)) & (np.abs(states[:, 0]) <= 2.4)
 
 

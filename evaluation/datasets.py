@@ -92,7 +92,7 @@ def play(args, paths, episodes, key, explore=False, every=1, made=()):
     """Play episodes of each checkpoint in `paths` and keep every `every`-th step -> Dataset.
 
     Args:
-        key: (seed, number of the use), which determines the starts; training never has these.
+        key: (seed, number of the use), which determines starts that training never uses.
         made: what else to record about the dataset's origin.
     """
     parts, (seed, use) = [], key

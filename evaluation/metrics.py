@@ -27,7 +27,7 @@ def epic_distance(x, y):
 
 
 def auc(x, good):
-    """Return the chance that a good state has a higher x [N] than another, with good [N] bool (ties
+    """Return the chance that a state with good [N] true has a higher x [N] than one without (ties
     count half): 1 is perfect, 0.5 chance level, NaN if all states are of one kind."""
     from scipy import stats  # takes a second
 

@@ -337,7 +337,7 @@ def check_weights(network, where):
 def write(path, content):
     """Write bytes, or something for torch.save, to a temporary file that is flushed to the disk and
     renamed: a kill or a full disk leaves the old file. Raises RunError."""
-    temporary = path.with_name(".partial")  # one name: the next write replaces a killed one
+    temporary = path.with_name(".partial")  # one name: the next write replaces what a kill left
     try:
         with temporary.open("wb") as file:
             file.write(content) if isinstance(content, bytes) else torch.save(content, file)
@@ -383,7 +383,7 @@ class Run:
             if self.resumed:
                 self.restored = self._newest_checkpoint()
                 self.step = self.first_step = self.restored["global_step"]
-                saved["resume"] = saved_flags(self.folder).get("resume")  # as the run began
+                saved["resume"] = saved_flags(self.folder).get("resume")  # as when the run began
             (self.folder / "checkpoints").mkdir(exist_ok=True)
             write(self.folder / "args.json", json.dumps(saved, indent=2).encode())
             if args.track:

@@ -65,7 +65,7 @@ class Pool:
                 setup = self.jobs, sender, make_renderer, make_reward, device
                 self.workers.append(context.Process(target=work, args=setup))
                 self.workers[-1].start()
-                sender.close()  # only the worker's is left: if the worker dies, the pipe ends
+                sender.close()  # only the worker's end is left: if the worker dies, the pipe ends
                 self.answers.append(receiver)
         children.extend(self.workers)
 
@@ -155,7 +155,7 @@ def load(make_renderer, make_reward, device):
     if device == "cpu":
         torch.set_num_threads(1)  # whatever the number of workers, the same sums in the same order
         os.nice(10)  # physics first: the next states wait for it
-    # timm would import wandb, which takes three seconds and makes folders that a killed one leaves
+    # timm would import wandb, which takes three seconds and leaves folders if a worker is killed
     sys.modules.setdefault("wandb", None)
     return Scorer(make_renderer, make_reward, device)
 
