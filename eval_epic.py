@@ -9,8 +9,8 @@ Collect states from a run's checkpoints, a classic task's state space, or the po
     python eval_epic.py collect --source uniform --env-id CartPole-v1 --out data/cartpole.npz
     python eval_epic.py collect --source poses --render-size 96 --out data/poses.npz
 
-Compute the EPIC distance (arXiv 2006.13900) of reward models to labels, draw what a judge accepts
-and rejects, and label by key press. The results go to data/kneeling/:
+Compute the EPIC distance (arXiv 2006.13900) of reward models to labels, draw the states that a
+judge accepts and rejects, and label by key press. The results go to data/kneeling/:
 
     python eval_epic.py epic --dataset data/kneeling.npz --judge kneeling \
         --clip-model RN50/openai ViT-L-14/openai ViT-bigG-14/laion2b_s39b_b160k
@@ -87,7 +87,7 @@ def args_of(env_id):
 
 @dataclass(kw_only=True)
 class Collect(Own):
-    """Write a dataset, states and what is known about them, to one .npz file."""
+    """Write a dataset (states and the facts known about them) to one .npz file."""
 
     source: Literal["run", "uniform", "poses"]
     """where states come from: rollouts of a run's checkpoints; a classic task's state space; the

@@ -91,7 +91,7 @@ TASKS = {
     "MountainCar-v0": MountainCarTask,
     "MountainCarContinuous-v0": MountainCarTask,
 }
-DISCRETE = "CartPole-v1", "MountainCar-v0"  # those that DQN learns
+DISCRETE = "CartPole-v1", "MountainCar-v0"  # the tasks that DQN learns
 
 
 def hill(x: Any) -> Any:

@@ -3,10 +3,10 @@
     judges.TASKS["kneeling"].judge(states)            # [B, S] float64 -> [B] bool
     judges.find_task("my_task.py:somersault", None)   # your own function of states
 
-Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
-judges its videos (appendix on the humanoid's tasks), turned into numbers with MuJoCo's geometry and
-contacts. They share no code with the pose library in tiny_clip/, but the limits were chosen by
-looking at its samples and at frames of a training run. They are strict about the prompt, but not
+Prompts and criteria in words are in tasks.toml. arXiv 2310.12921 judges its videos by the same
+criteria (appendix on the humanoid's tasks); here MuJoCo's geometry and contacts turn them into
+numbers. The judges share no code with the pose library in tiny_clip/, but their limits were chosen
+by looking at its samples and at frames of a run. The limits are strict about the prompt, but not
 about style (where the arms of a kneeling robot are, how straight it stands, whether it rocks).
 """
 
@@ -320,7 +320,7 @@ def _own_task(spec):
     loaded = [names for names in modules if names.get("__file__") == os.path.abspath(path)]
     try:
         names = loaded[0] if loaded else runpy.run_path(path)
-    except (Exception, SystemExit) as error:  # whatever somebody's file raises
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         problem = f"{_where(error)}; expected FILE.py:FUNCTION"
         raise UsageError(f"--judge {spec}: {problem}") from error
     if not callable(function := names.get(name)):

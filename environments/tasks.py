@@ -134,8 +134,8 @@ def simulated_time(env: Any) -> float:
 
 class EndlessEpisodes(gym.Wrapper):
     """Episodes that never end by themselves: an early end would leak information about the task
-    (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
-    needs, "states" or "frames", and "success" where the task has a rule of its own.
+    (section 4.1 of the paper). `info`, which is pickled at every step, only keeps "states" or
+    "frames" for pictures, and "success" where the task has a rule of its own.
 
     Frames, [H, W, 3] uint8 of at most --render-size and all of the first one's shape, are rendered
     at the steps that CLIP scores. A `filmed` environment renders all steps of an episode that began

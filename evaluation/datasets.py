@@ -1,4 +1,4 @@
-"""A dataset: states, what is known of them, and what they were made from, in one .npz file.
+"""A dataset: states, the facts known about them, and their origin, in one .npz file.
 
 Pictures are not part of it: a picture is a function of a state, drawn when it is needed. Labels
 and all results are in the folder of the same name, data/kneeling/.
@@ -28,7 +28,7 @@ class Dataset:
     """All arrays have one row for each of N states."""
 
     args: Any  # Args of a script: the task of these states, its prompt and judge, their pictures
-    made: dict  # what they were made from: "source" (run, uniform, poses), seed, ..
+    made: dict  # the origin of the states: "source" (run, uniform, poses), seed, ..
     states: np.ndarray  # [N, S] float64
     episode: Any = None  # [N] int
     step: Any = 0  # [N] int, in the episode, from 0
@@ -182,7 +182,7 @@ def label_rows(path):
 
 
 def rows_about(path, dataset, task):
-    """Return the rows of a file of labels that are about a dataset and task, as `label_rows`."""
+    """Return the rows of a file of labels that are about a dataset and task: {line: row}."""
     about = dataset.path.stem, task
     rows = label_rows(path)[1].items()
     return {k: x for k, x in rows if (x["dataset"].removesuffix(".npz"), x["task"]) == about}

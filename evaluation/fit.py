@@ -137,8 +137,8 @@ def learning_curve(labelled, repeats=3):
 
 
 def fit(parts, model, out, judge=None):
-    """Fit a head to the labels of datasets and write it to `out`. Print its AUC beside that of the
-    prompts, the learning curve, and the command that trains with it; draw its worst errors.
+    """Fit a head to the labels of datasets and write it to `out`. Print its AUC and the prompts'
+    AUC, the learning curve, and the command that trains with it; draw its worst errors.
 
     Args:
         parts: [(Dataset, judges.Task or None, labels as in `labels_of`)].

@@ -57,13 +57,13 @@ class Session:
     def __init__(self, dataset, task, unit="frame", path=None, count=None, order=None, seed=0):
         self.dataset, self.task, self.unit, self.path = dataset, task, unit, Path(path)
         if unit == "episode" and dataset.made.get("source") != "run":
-            raise UsageError(f"{dataset.path} has single states and no episodes: --unit frame")
+            raise UsageError(f"{dataset.path} has single states and no episodes; use --unit frame")
         units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
         rng = random.Random(f"{dataset.path.stem}{seed or ''}")
         self.order = order or rng.sample(units, len(units))
         self.order = self.order[:count]
         there = self.path.exists()
-        self.table = label_rows(path) if there else (LABEL_COLUMNS, {})  # what the file held
+        self.table = label_rows(path) if there else (LABEL_COLUMNS, {})  # the file's last content
         known = read_labels(path, dataset, task.name) if there else {}
         asked = set(self.order)
         # the numbers that were answered or skipped (None), the last at the end
@@ -77,7 +77,7 @@ class Session:
 
     def answer(self, index, label):
         """Save whether `index` meets the criterion (bool), or leave it for the end (None). An
-        answer to a picture that is no longer shown is dropped: a second press, or another window.
+        answer to a picture that is no longer shown (a second press, another window) is dropped.
         Raises UsageError if `index` is never asked for, and RunError, UsageError or OSError if the
         answer cannot be saved; then nothing has changed."""
         with self.lock:

@@ -1,4 +1,4 @@
-"""How well a reward agrees with what is known of states: EPIC distance, AUC, gap; intervals."""
+"""Measure how well a reward agrees with labels of states: EPIC distance, AUC, gap; intervals."""
 
 import math
 import warnings

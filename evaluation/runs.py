@@ -38,14 +38,14 @@ def find_script(name, own, where):
     if stem in SCRIPTS and (path is None or path.stem != stem):
         return SCRIPTS[stem]
     if path is None:
-        how = f"to run it, type --script {name or 'FILE.py'}"
+        how = f"to run that script, type --script {name or 'FILE.py'}"
         raise UsageError(f"{where} was made by another script; {how}")
     sys.path.append(str(path.resolve().parent))  # where reward workers look for it, too
     try:
         script = importlib.import_module(path.stem)
         if not path.samefile(script.__file__):
             raise ImportError(f"{script.__file__} has the same name; rename the copy")
-    except Exception as error:  # whatever somebody's file raises
+    except Exception as error:  # a user's file may raise anything
         raise UsageError(f"--script {path}: {message_of(error)}") from error
     return script
 

@@ -367,7 +367,7 @@ class Run:
         self.args, self.step, self.rollout, self.stopped = args, 0, 0, 0
         self.look = ""  # how pictures are drawn
         self.best, self.recent = {}, []  # best.pt's content, and the latest mean rewards
-        self.to_save = {}  # what a failure saves: the learner between two rollouts
+        self.to_save = {}  # the learner between two rollouts, which is saved at a failure
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
         self.logged, self.rollout_s = self.began, 0.0  # time of last log, seconds of last rollout
         self.judged = False  # whether a success rate was logged

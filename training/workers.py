@@ -52,7 +52,7 @@ class Pool:
         self.sent, self.collected = 0, 0  # jobs so far
         self.workers, self.answers = [], []  # processes, and the end of a pipe from each
         self.render_s, self.clip_s, self.look = 0.0, 0.0, ""
-        self.lines, self.results = [], {}  # what they run on; {number of a job: its result}
+        self.lines, self.results = [], {}  # for `wait_ready`; {number of a job: its result}
         self._start(make_renderer, make_reward, devices)
 
     def _start(self, make_renderer, make_reward, devices):
@@ -70,7 +70,7 @@ class Pool:
         children.extend(self.workers)
 
     def wait_ready(self) -> list[str]:
-        """Wait until all workers have loaded -> lines that say what they run on."""
+        """Wait until all workers have loaded -> lines that name their devices and renderers."""
         while len(self.lines) < len(self.workers):
             self._receive()
         return self.lines
