@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 GL_PACKAGES := libegl1 libgl1-mesa-dri libgles2
 DRAW := import egl_render; egl_render.setup_gl(); egl_render.gl_renderer()
-# as root, or with sudo without a password; otherwise it fails
+# apt-get runs as root, or with sudo without a password; otherwise it fails
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive apt-get -qq
 INSTALL := $(APT) update && $(APT) install -y --no-install-recommends >/dev/null
 
@@ -19,7 +19,7 @@ setup: $(VENV)/.installed
 dev: $(VENV)/.installed-dev gl
 
 PIP := $(PY) -m pip install --disable-pip-version-check -q
-# uv installs the same in a fifth of the time; where it cannot, pip does.
+# uv installs the same packages in a fifth of the time; if uv fails, pip installs them.
 REQUIREMENTS = $(PIP) uv && $(PY) -m uv pip install -q --python $(PY) -r $(1) || $(PIP) -r $(1)
 
 $(VENV)/.installed: requirements.txt
@@ -30,7 +30,7 @@ $(VENV)/.installed: requirements.txt
 	$(call REQUIREMENTS,requirements.txt)
 	@touch $@
 
-# One picture compiles Warp's kernels, which many tests would otherwise do at the same time.
+# One picture compiles Warp's kernels; otherwise many tests would compile them at the same time.
 WARM := import numpy, sac_clip_humanoid as sac; \
 	sac.make_renderer(sac.Args(clip_model="tiny_clip", renderer="warp")).render(numpy.zeros((1, 47)))
 
@@ -39,8 +39,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	@$(PY) -c '$(WARM)'
 	@touch $@
 
-# The tests compare Warp's pictures with OpenGL's. Install the system's EGL if it is missing; where
-# that is not possible, print the command.
+# The tests compare Warp's pictures with OpenGL's. Install the system's EGL if it is missing; if the
+# installation fails, print the command.
 gl: $(VENV)/.installed
 	@$(PY) -c '$(DRAW)' 2>/dev/null || { \
 		echo "no OpenGL to draw with; installing $(GL_PACKAGES)"; \
@@ -49,7 +49,7 @@ gl: $(VENV)/.installed
 			echo "that was not possible here; as root: apt-get update && apt-get install -y $(GL_PACKAGES)"; \
 			exit 1; }; }
 
-# The browser in which the labelling page is tested.
+# Install the browser in which the labelling page is tested, if it is missing.
 browser:
 	@command -v chromedriver >/dev/null || { \
 		echo "no chromedriver found; installing Chromium to test the labelling page"; \
@@ -63,14 +63,14 @@ train: $(VENV)/.installed
 		--total-timesteps 40000 --runs-dir $$runs; \
 	$(PY) eval_epic.py success --run $$runs --videos 4
 
-# two at a time, as on a machine with two cores
+# Run two tests at a time, as on a machine with two cores.
 test: dev browser
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-all: test
 	$(PY) -m pytest -n 2 --dist loadgroup -m slow
 
-# of the top-level files, evaluation/ and training/, with their subprocesses
+# Measure the coverage of the top-level files, evaluation/ and training/, with their subprocesses.
 coverage: dev browser
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest -n 2 --dist loadgroup
@@ -87,8 +87,8 @@ tensorboard: setup
 
 # Retrain the embedded CLIP (270 minutes on two cores) and measure it. The second command continues
 # with more pictures of the plain scene, of which there had been too few; the third adds CartPole and
-# MountainCar; the fourth half poses, states of policies and cameras from all sides; the others near
-# misses, limbs anywhere and ever more of what policies found.
+# MountainCar; the fourth adds half poses, states of policies and cameras from all sides; the others
+# add near misses, limbs in any position and ever more states that policies visited.
 MORE = $(PY) tiny_clip/train.py --init tiny_clip --epochs 4 \
 	--shares 0.22 0.40 0.12 0.07 0.05 0.03 0.04 0.04 0.03
 tiny_clip: dev

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from unittest import mock
 
-# Set before torch is imported. Threads that spin while they wait are fastest on an idle machine,
-# but beside a busy process on the same cores SAC's updates fall from 65 a second to 1; with this
-# bound they are 36 (2 cores, batch 256; docs/speed.md).
+# These are set before torch is imported. Threads that spin while they wait are fastest on an idle
+# machine, but if another process keeps the same cores busy, SAC's updates fall from 65 a second to
+# 1; with this bound, they only fall to 36 (2 cores, batch 256; docs/speed.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # kernels are not chosen by timing
 os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # errors of flags stay short
@@ -54,7 +54,7 @@ class RunError(RuntimeError):
 
 
 def shorten(text: str, width: int) -> str:
-    """Cut a text to `width` characters, between words unless the last one is long."""
+    """Cut a text to `width` characters, between words unless the last word is long."""
     return text if len(text) <= width else re.sub(r"\s\S{0,40}$", "", text[: width - 3]) + " .."
 
 
@@ -87,8 +87,8 @@ def message_of(error: BaseException) -> str:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder that a model's name means, here or else beside this file: tiny_clip is
-    found from any directory."""
+    """Return the folder that a model's name means, in the current directory or else in this file's:
+    tiny_clip is found from any directory."""
     folder = Path(name.removeprefix("local-dir:")).expanduser()
     beside_us = Path(__file__).resolve().parent / folder
     return folder if folder.is_dir() or not beside_us.is_dir() else beside_us
@@ -177,11 +177,11 @@ class RewardArgs:
         there = ["cpu", *cuda_devices()]
         if unknown := " ".join(name for name in named if name not in there):
             here = ", ".join(there)
-            raise UsageError(f"--reward-devices {unknown}: this machine has {here}; or ray, ray:N")
+            raise UsageError(f"--reward-devices {unknown}: choose from {here}, ray or ray:N")
         return named or there[1:] or ["cpu"] * min(4, os.cpu_count() or 1)
 
     def check_reward(self) -> None:
-        """Check what can be checked before anything slow starts, and download the model. Raises
+        """Check the flags before anything slow starts, and download the model. Raises
         UsageError."""
         if self.reward != "clip":
             return
@@ -243,7 +243,7 @@ def cuda_devices() -> list[str]:
 
 
 def check_prompts(targets: Sequence[str], baselines: Sequence[str], alpha: float) -> None:
-    """Raise UsageError if targets (words or picture files) or the baselines are missing."""
+    """Raise UsageError if the targets (words or picture files) or the baselines are missing."""
     if not targets or not all(map(str.strip, targets)):
         example = '--target-prompt "a humanoid robot kneeling", or --target-image FILE'
         raise UsageError(f"a target prompt is needed: {example}")
@@ -256,7 +256,7 @@ def check_lengths(tokenizer: Callable, prompts: Sequence[str]) -> None:
     context = tokenizer([""]).shape[1]
     padding = tokenizer([""], 2 * context).mode().values
     for text in prompts:
-        # a prompt that was cut has more tokens where there is room for them
+        # a prompt that was cut has more tokens in a context with room for them
         kept, all_of_it = ((tokenizer([text], n) != padding).sum() for n in (context, 2 * context))
         if kept < all_of_it:
             raise UsageError(f"the prompt {text[:40]!r}.. is too long: the model ignores its end")
@@ -267,7 +267,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 def load_image(path: str | Path) -> np.ndarray:
-    """Read a picture on white, turned by its EXIF tag -> [H, W, 3] uint8. Raises UsageError."""
+    """Read a picture, turned by its EXIF tag, on white -> [H, W, 3] uint8. Raises UsageError."""
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)
@@ -469,7 +469,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
                 file = find_weights(model_folder(name))
                 fit = Path(file).with_name("open_clip_pytorch_model.bin")
                 problem = (
-                    f"{file} holds {held[1]} beside the weights, and only weights are read; if "
+                    f"{file} holds {held[1]} besides the weights, and only weights are read; if "
                     'you trust the file, keep only its weights: python -c "import torch; torch.'
                     f"save(torch.load('{file}', weights_only=False)['state_dict'], '{fit}')\""
                 )
@@ -495,7 +495,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     clip = LoadedCLIP(model, tokenizer, preprocess, device, dtypes[precision])
     noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
     if auto == "fp16" and not CLIPEmbedder(clip).embed_images(noise).isfinite().all():
-        print(f"{name} overflows in fp16: its image tower is bf16", flush=True)
+        print(f"{name} overflows in fp16: its image tower uses bf16", flush=True)
         return load_clip(name, device, "bf16")
     return clip
 
@@ -514,12 +514,12 @@ def round_linear_layers(visual: nn.Module, name: str) -> None:
 
 @contextlib.contextmanager
 def weights_in_their_file():
-    """Make modules whose parameters take no memory until load_state_dict assigns those of the file.
+    """Make modules whose parameters take no memory until load_state_dict assigns a file's weights.
     A safetensors file is memory-mapped, so all processes that read it share one copy."""
     register, load = nn.Module.register_parameter, nn.Module.load_state_dict
 
     def empty(module, name, param):
-        if param is not None and module._parameters.get(name) is None:  # otherwise the file's comes
+        if param is not None and module._parameters.get(name) is None:  # else: the file's weights
             param = nn.Parameter(param.to("meta"), param.requires_grad)
         register(module, name, param)
 
@@ -637,7 +637,7 @@ class CLIPReward(CLIPEmbedder):
 
 
 def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
-    """Load the model and the goal that `args` name; called in every worker."""
+    """Load the model and the goal that `args` name -> reward module; every worker calls this."""
     head, words = load_head(args.reward_head), args.target_prompt + args.target_image
     clip = args.load_clip(device)
     goal = args.target_prompt, args.baseline_prompt, args.reward_alpha, args.target_image
@@ -656,7 +656,7 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
         blocks = [part for name, part in visual.named_modules() if re.fullmatch(names, name)]
         for block in blocks or [visual]:
             block.compile()
-        with torch.inference_mode():  # as in Scorer; after two sizes the code serves any but 1
+        with torch.inference_mode():  # as in Scorer; code for two sizes serves any size but 1
             for count in (BATCH, 2, 1):
                 reward(np.zeros((count, 64, 64, 3), np.uint8))
     return reward
@@ -668,8 +668,8 @@ def scored_steps(steps: int, every: int) -> list[int]:
 
 
 def interpolate(rewards: np.ndarray, scored: list[int]) -> np.ndarray:
-    """Interpolate rewards [T, N] linearly in each episode between the rows `scored`, the only ones
-    that count -> [T, N] float32. A picture changes little from one step to the next: for
+    """Interpolate rewards [T, N] linearly in each episode between the rows `scored`; other rows are
+    not read -> [T, N] float32. A picture changes little from one step to the next: for
     the humanoid (15 ms, every 4th state) the correlation with all rewards is 0.97 to 0.998."""
     steps = np.arange(len(rewards))
     columns = [np.interp(steps, scored, column[scored]) for column in rewards.T]

@@ -115,7 +115,7 @@ class Args(RunArgs):
 
 def make_env(args: Args, filmed=False):
     """Return a function that makes one environment: observations [O], endless episodes, actions
-    from 0, and in `info` what a picture is drawn from."""
+    from 0, and in `info` the states or frames for pictures."""
     by_state = not tasks.why_own_render(args.env_id)
 
     def thunk():
@@ -132,13 +132,13 @@ def make_env(args: Args, filmed=False):
 
 
 def make_renderer(args: Args, device="cpu", size: int | None = None):
-    """Make what draws states; called in every reward worker."""
+    """Make the renderer of states; every reward worker calls this."""
     return tasks.make_renderer(args, device, size)
 
 
 def check_args(args: Args):
-    """Raise UsageError, one line that says what is wrong, before anything slow starts -> a state
-    [S] float64 of the task, None if the task draws itself."""
+    """Check the flags before anything slow starts -> a state [S] float64 of the task, or None if
+    the task draws itself. Raises UsageError with one line that says what is wrong."""
     actions, state, observation_dim = tasks.describe_env(args.env_id, make_env(args, filmed=True))
     rollout = args.num_envs * args.episode_length
     if not isinstance(actions, gym.spaces.Discrete):
@@ -236,7 +236,7 @@ def update(batch, q_network, target_network, optimizer, args: Args):
         # gets above 100). Double DQN: one network chooses, the other evaluates.
         choosing = q_network(next_observations) if args.double else next_values
         next_values = next_values.gather(1, choosing.argmax(1, keepdim=True)).squeeze(1)
-        # The end of an episode is a time limit, that is a truncation: the value of its last state
+        # The end of an episode is a time limit, that is, a truncation: the value of its last state
         # is bootstrapped like any other. Only --terminate makes terminations.
         targets = rewards + args.gamma * (1 - terminations) * next_values
     values = q_network(observations)
@@ -284,7 +284,7 @@ if __name__ == "__main__":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
-    torch.set_num_threads(1)  # products this small are faster with one
+    torch.set_num_threads(1)  # products this small are faster with one thread
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -334,7 +334,7 @@ if __name__ == "__main__":
         actions, env_rewards = np.zeros((T, N), np.int64), np.zeros((T, N))
         terminations, valid = np.zeros((T, N)), np.zeros((T, N), bool)
         film = run.due(args.video_freq, run.step, run.step + T * N)
-        pictured = []  # what pictures of s' are drawn from, at every step
+        pictured = []  # the states or frames of every step, for pictures of s'
 
         # 1. Play one episode of every environment. The workers draw and score its states meanwhile,
         # and the policy acts on the CPU: on a GPU it would queue behind CLIP.
@@ -350,7 +350,7 @@ if __name__ == "__main__":
                 pictured.append(states if drawn_from == "states" else states[:1])
                 if use_clip and t in scored:
                     pool.put(states)
-            valid[t] = ~infos.get("over", np.zeros(N, bool))  # with --terminate: until the end
+            valid[t] = ~infos.get("over", np.zeros(N, bool))  # --terminate: only until the end
             terminations[t] = infos.get("terminated", 0)
             if not valid[t].any():
                 break

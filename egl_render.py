@@ -6,7 +6,7 @@
     renderer = egl_render.MujocoRenderer(model, size=480, camera=egl_render.PAPER_CAMERA)
     renderer.render(states)                             # [B, S] float64 -> [B, H, W, 3] uint8
 
-A MuJoCo state is what a picture depends on: qpos, qvel, and where mocap bodies are (`state_of`).
+A MuJoCo state is all that a picture depends on: qpos, qvel and poses of mocap bodies (`state_of`).
 
 mujoco reads MUJOCO_GL when it is imported, so this module imports it inside functions only.
 """
@@ -39,24 +39,24 @@ INSTALL_WARP = 'pip install ".[warp]"'
 
 
 def setup_gl(device: object = "cpu") -> None:
-    """Bind MuJoCo's drawing to a torch device, "cpu" or "cuda:i", by environment variables, before
-    mujoco is imported. If MUJOCO_GL is set, it stays. mujoco.egl orders devices as CUDA does."""
-    # Mesa and triton (which torchvision imports) each bring an LLVM. Loading triton's second is a
-    # segmentation fault; loading it first is not.
+    """Set environment variables that make MuJoCo draw on a torch device, "cpu" or "cuda:i". Call it
+    before mujoco is imported. MUJOCO_GL stays if it is set. mujoco.egl counts devices like CUDA."""
+    # Mesa and triton (which torchvision imports) each bring an LLVM. Loading triton's second causes
+    # a segmentation fault; loading it first does not.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton._C.libtriton")
     name, _, number = str(device).partition(":")
-    if name == "cuda":  # a worker inherits its parent's, which may name another GPU
+    if name == "cuda":  # the value that a worker inherits may name another GPU
         os.environ["MUJOCO_EGL_DEVICE_ID"] = number or "0"
     if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
-        # importing mujoco fails if this names a library that is missing
+        # importing mujoco fails if MUJOCO_GL names a library that is missing
         found = [name for name in ("EGL", "OSMesa") if ctypes.util.find_library(name)]
         os.environ["MUJOCO_GL"] = [*found, "disable"][0].lower()
 
 
 @functools.cache
 def gl_renderer() -> str:
-    """Return what draws in this process, as OpenGL names it: "llvmpipe (LLVM 15.0.6, 256 bits)".
+    """Return OpenGL's name of this process's renderer: "llvmpipe (LLVM 15.0.6, 256 bits)".
 
     Raises UsageError where there is no OpenGL, or none on the GPU this process is bound to."""
     try:
@@ -74,8 +74,8 @@ def gl_renderer() -> str:
 
 
 def draws_by_warp(args: "RenderArgs", model: "mujoco.MjModel") -> bool:
-    """Return whether MuJoCo Warp draws the model: it was asked for, or it is installed and no GPU
-    draws by OpenGL. If Warp would leave something out, OpenGL on the CPU draws, if it can."""
+    """Return whether MuJoCo Warp draws the model: if the flags ask for it, or if it is installed
+    and no GPU has OpenGL. If Warp would leave something out, OpenGL draws on the CPU if it can."""
     if args.renderer == "auto" and importlib.util.find_spec("mujoco_warp"):
         try:
             return is_software(gl_renderer()) and not left_out_by_warp(model)
@@ -85,7 +85,7 @@ def draws_by_warp(args: "RenderArgs", model: "mujoco.MjModel") -> bool:
 
 
 def left_out_by_warp(model: "mujoco.MjModel") -> str:
-    """Name what the model shows and MuJoCo Warp does not, or return "" if there is nothing."""
+    """Name the visible parts of a model that MuJoCo Warp does not draw, "" if there are none."""
     import mujoco
 
     of_materials = np.append(model.mat_rgba[:, 3], 1.0)  # index -1: no material
@@ -101,15 +101,15 @@ def left_out_by_warp(model: "mujoco.MjModel") -> str:
 
 
 def is_software(name: str) -> bool:
-    """Return whether `gl_renderer()`'s name is that of a renderer which runs on the CPU."""
+    """Return whether a name from `gl_renderer()` means a renderer that runs on the CPU."""
     return any(part in name.lower() for part in ("llvmpipe", "softpipe", "swrast", "software"))
 
 
 def quiet_mujoco() -> None:
     """Drop MuJoCo's deprecation warnings about model files: users cannot fix Gymnasium's files.
     Other warnings go to stderr. Call it before the first environment is made."""
-    # Gymnasium imports glfw, which looks for its library in a Python process of its own unless told
-    # where it is. A signal during the start would make that process print a traceback.
+    # Gymnasium imports glfw, which starts a Python process to look for its library unless it knows
+    # the path. A signal during the start would make that process print a traceback.
     found = importlib.util.find_spec("glfw")
     library = Path(found.origin).with_name("x11") / "libglfw.so" if found and found.origin else None
     if library and library.exists():
@@ -122,7 +122,7 @@ def quiet_mujoco() -> None:
         if not where.endswith(("egl", "osmesa")):
             raise UsageError(problem) from error
         print(f"no OpenGL: {problem}", file=sys.stderr)
-        os.environ["MUJOCO_GL"] = "disable"  # Warp needs none
+        os.environ["MUJOCO_GL"] = "disable"  # Warp needs no OpenGL
         import mujoco
 
     mujoco.set_mju_user_warning(
@@ -132,9 +132,9 @@ def quiet_mujoco() -> None:
 
 
 UNSTABLE = (
-    "MuJoCo reset an unstable simulation, and the pose after that would be rewarded for what the "
-    "agent did not do; smaller actions or a smaller timestep of the model may help, unless the "
-    "task resets itself within step()"
+    "MuJoCo reset an unstable simulation, or the task reset itself within step(), so the agent "
+    "would be rewarded for a pose that it did not reach; smaller actions or a smaller timestep of "
+    "the model may help against an unstable simulation"
 )
 
 Metres = Annotated[float, Interval(gt=-1e6, lt=1e6)]
@@ -173,15 +173,15 @@ class RenderArgs:
 
 @plain_dataclass(frozen=True)
 class Camera:
-    """Where the picture is taken from. Angles are in degrees and lengths in metres, as in MuJoCo's
-    mjvCamera. If `track_body` >= 0, lookat's x and y are those of that body; its z stays."""
+    """The place and direction of a camera, in degrees and metres, as in MuJoCo's mjvCamera. If
+    `track_body` >= 0, lookat's x and y follow that body; lookat's z stays."""
 
     distance: float
     azimuth: float
     elevation: float
     lookat: tuple[float, float, float] = (0.0, 0.0, 0.0)
     track_body: int = -1
-    fixed_id: int = -1  # >= 0: a camera of the model's own; the rest is ignored
+    fixed_id: int = -1  # >= 0: one of the model's own cameras; the other fields are ignored
 
     @property
     def axes(self) -> np.ndarray:
@@ -200,8 +200,8 @@ CAMERA_VALUES = ("distance", "azimuth", "elevation", "lookat")
 
 def env_camera(env: Any) -> Camera:
     """Return the `Camera` of a Gymnasium MuJoCo environment's own `render()`. If a task names no
-    lookat, Gymnasium takes the median of its geoms in the first picture; here it is that of qpos0,
-    the same for every environment."""
+    lookat, Gymnasium uses the median place of its geoms in the first picture. This function uses
+    their median place in qpos0, which is the same for every environment."""
     import mujoco
 
     env = env.unwrapped
@@ -218,7 +218,7 @@ def env_camera(env: Any) -> Camera:
 
 
 def is_gymnasiums(spec: Any) -> bool:
-    """Return whether a task, given as its gymnasium.EnvSpec, is made by a class of Gymnasium's."""
+    """Return whether the class of a task, given as a gymnasium.EnvSpec, comes with Gymnasium."""
     return str(spec.entry_point).startswith("gymnasium.envs.mujoco")
 
 
@@ -239,7 +239,7 @@ def choose_camera(
     values = {name: getattr(args, f"camera_{name}") for name in CAMERA_VALUES}
     given = {name: value for name, value in values.items() if value not in (None, ())}
     if camera.fixed_id >= 0 and not given:
-        return camera  # one of the model's own, which tracks in its own way
+        return camera  # one of the model's own cameras, which tracks in its own way
     slides = (model.jnt_type == joint.mjJNT_SLIDE) & (model.jnt_limited == 0)
     endless = slides | (model.jnt_type == joint.mjJNT_FREE)
     roots = model.body_rootid[model.jnt_bodyid]
@@ -310,11 +310,11 @@ def parts_of(states: np.ndarray, model: "mujoco.MjModel") -> list[np.ndarray]:
 
 
 def place(model: "mujoco.MjModel", data: "mujoco.MjData", parts: Any) -> None:
-    """Put one state, its four `parts_of`, into `data`, and compute what a picture shows of it."""
+    """Put one state, its four `parts_of`, into `data`, and compute what a picture of it needs."""
     import mujoco
 
     data.qpos, data.qvel, data.mocap_pos, data.mocap_quat = parts
-    # the part of mj_forward that a picture shows: positions, cameras, lights, tendons
+    # the part of mj_forward that a picture needs: positions, cameras, lights, tendons
     mujoco.mj_kinematics(model, data)
     mujoco.mj_comPos(model, data)
     mujoco.mj_camlight(model, data)
@@ -331,8 +331,8 @@ class MujocoRenderer:
     Args:
         model: compiled mujoco.MjModel.
         size: height and width of the frames in pixels.
-        camera: a `Camera`, or a list of V: each state is drawn from each, and a frame is [V, H, W,
-            3] instead of [H, W, 3]. See `choose_camera`, `env_camera` and `PAPER_CAMERA`.
+        camera: a `Camera`, or a list of V cameras, which all draw each state: a frame is then [V,
+            H, W, 3], not [H, W, 3]. See `choose_camera`, `env_camera` and `PAPER_CAMERA`.
     Raises UsageError as `gl_renderer` does.
     """
 
@@ -369,8 +369,8 @@ class MujocoRenderer:
         return view
 
     def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Draw `states` [B, S] float64 into `out` [B, *frame_shape] uint8, C-contiguous, allocated
-        when None -> out. Raises ValueError for another number of columns."""
+        """Draw `states` [B, S] float64 into `out` [B, *frame_shape] uint8, C-contiguous, new if it
+        is None -> out. Raises ValueError for a wrong number of columns."""
         parts = parts_of(states, self.model)
         out = np.empty((len(states), *self.frame_shape), np.uint8) if out is None else out
         for *state, frame in zip(*parts, out, strict=True):
@@ -383,8 +383,8 @@ class MujocoRenderer:
     def _draw(self, view, picture):
         import mujoco
 
-        # MuJoCo centres infinite planes below the scene's camera. It has to be this picture's, or
-        # pixels would depend on which picture was drawn before
+        # MuJoCo centres infinite planes below the scene's camera. This must be the camera of this
+        # picture, or pixels would depend on which picture was drawn before.
         mujoco.mjv_updateCamera(self.model, self.data, view, self._renderer.scene)
         self._renderer.update_scene(self.data, view)
         self._renderer.render(out=picture)
@@ -399,8 +399,8 @@ class MujocoRenderer:
 
 @plain_dataclass(frozen=True)
 class Scene:
-    """A textured scene: the canonical one, unless scenes/paint.py varies it. Colours are RGB, 0 to
-    1; angles in degrees; pictures [H, W, 3] uint8."""
+    """A textured scene: the canonical one, unless scenes/paint.py varies it. Colours are RGB from 0
+    to 1, angles are in degrees, and pictures are [H, W, 3] uint8."""
 
     sky: np.ndarray = field(default_factory=lambda: load_picture("sky"))  # six faces, from the top
     stone: np.ndarray = field(default_factory=lambda: load_picture("stone"))  # the floor, a tile
@@ -426,8 +426,8 @@ def load_picture(name: str) -> np.ndarray:
 def drawn_model(env: Any, textured: bool = True, sites_as_geoms: bool = False) -> "mujoco.MjModel":
     """Return the model from which states of a Gymnasium MuJoCo environment are drawn.
 
-    With `textured` it is that of `textured_model`; otherwise, or if the environment has changed its
-    model in Python, it looks like the environment's own. With `sites_as_geoms`, visible sites
+    With `textured` it looks like `textured_model`'s; otherwise, or if the environment has changed
+    its model in Python, like the environment's own. With `sites_as_geoms`, visible sites
     become geoms, because MuJoCo Warp draws no sites."""
     import mujoco
 
@@ -462,8 +462,8 @@ def drawn_model(env: Any, textured: bool = True, sites_as_geoms: bool = False) -
 
 
 def textured_model(xml_path: str | Path, scene: Scene | None = None) -> "mujoco.MjModel":
-    """Compile the MuJoCo model at `xml_path`. One that comes with Gymnasium gets the sky, floor and
-    light of a `Scene`, and its humanoid becomes a robot of metal. Any other model keeps its own
+    """Compile the MuJoCo model at `xml_path`. A model that comes with Gymnasium gets the sky, floor
+    and light of a `Scene`, and its humanoid becomes a metal robot. Any other model keeps its own
     look. The physics stay the same bit for bit."""
     import mujoco
 
@@ -503,7 +503,7 @@ def restyle(spec: "mujoco.MjSpec", xml_path: str | Path, scene: Scene | None = N
         plane = geom.type == mujoco.mjtGeom.mjGEOM_PLANE
         if plane and min(geom.size[:2]) >= FLOOR:
             geom.material, geom.rgba = "clip_stone", [1, 1, 1, 1]
-            geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; for contacts it is endless
+            geom.size = [0, 0, geom.size[2]]  # drawn to the horizon; contacts ignore the size
     if spec.modelname.startswith("humanoid"):
         _make_metal(spec, np.append(scene.dark, 1.0))
     azimuth, height = np.radians([scene.sun_azimuth, scene.sun_height])
@@ -551,8 +551,8 @@ def _make_metal(spec, dark):
 
 
 def write_video(path: str | Path, frames: np.ndarray, fps: float) -> None:
-    """Write frames [T, H, W, 3] uint8 as H.264 mp4, renamed into place when it is whole. The codec
-    needs even heights and widths: odd ones lose a line."""
+    """Write frames [T, H, W, 3] uint8 as an H.264 mp4 file, which gets its name when it is whole.
+    The codec needs an even height and width: an odd one loses a line of pixels."""
     import imageio.v2 as imageio
 
     path = Path(path)
@@ -569,7 +569,7 @@ def write_video(path: str | Path, frames: np.ndarray, fps: float) -> None:
 
 def add_video(writer: "SummaryWriter", tag: str, frames: np.ndarray, step: int, fps: float) -> None:
     """Write frames [T, H, W, 3] uint8 to a TensorBoard event file as an animated GIF. torch's
-    add_video silently drops a video when it does not like the installed moviepy."""
+    add_video silently drops a video when it does not support the installed moviepy."""
     import imageio.v2 as imageio
     from tensorboard.compat.proto.summary_pb2 import Summary
 

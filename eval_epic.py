@@ -9,8 +9,8 @@ Collect states from a run's checkpoints, a classic task's state space, or the po
     python eval_epic.py collect --source uniform --env-id CartPole-v1 --out data/cartpole.npz
     python eval_epic.py collect --source poses --render-size 96 --out data/poses.npz
 
-Compute the EPIC distance (arXiv 2006.13900) of reward models to labels, draw what a judge accepts
-and rejects, and label by key press. The results go to data/kneeling/:
+Compute the EPIC distance (arXiv 2006.13900) of reward models to labels, draw the states that a
+judge accepts and rejects, and label by key press. The results go to data/kneeling/:
 
     python eval_epic.py epic --dataset data/kneeling.npz --judge kneeling \
         --clip-model RN50/openai ViT-L-14/openai ViT-bigG-14/laion2b_s39b_b160k
@@ -76,18 +76,18 @@ class Pictures(egl_render.RenderArgs):
     textured: bool | None = None
 
     def apply(self, args):
-        """Set what is given here in a script's Args."""
+        """Copy the flags that are given here to a script's Args."""
         vars(args).update({k: v for k, v in vars(self).items() if v not in (None, ())})
 
 
 def args_of(env_id):
-    """Return the Args of the script that has this task."""
+    """Return the Args of the script that learns this task."""
     return (dqn if env_id in classic.DISCRETE else sac).Args(env_id=env_id)
 
 
 @dataclass(kw_only=True)
 class Collect(Own):
-    """Write a dataset, states and what is known about them, to one .npz file."""
+    """Write a dataset (states and the facts known about them) to one .npz file."""
 
     source: Literal["run", "uniform", "poses"]
     """where states come from: rollouts of a run's checkpoints; a classic task's state space; the
@@ -145,7 +145,7 @@ class Collect(Own):
 
 @dataclass(kw_only=True)
 class OnDataset(Own):
-    """What the commands on a dataset have in common."""
+    """Flags that all commands on a dataset share."""
 
     dataset: Path
     """a file made by collect"""
@@ -406,7 +406,7 @@ if __name__ == "__main__":
         command()
     except BrokenPipeError:  # the reader of the help has gone: `| head -1`
         pass
-    except (UsageError, OSError) as error:  # of a file: its name and what is wrong with it
+    except (UsageError, OSError) as error:  # an OSError names the file and its problem
         print(f"error: {cut(error)}", file=sys.stderr)
         sys.exit(2)
     except clip_reward.RunError as error:

@@ -1,9 +1,9 @@
 """A reward from labels: the probability that a state is good, by logistic regression on CLIP's
-embeddings of its pictures. `eval_epic.py fit` writes the file, `--reward-head FILE` learns from it.
+embeddings of its pictures. `eval_epic.py fit` writes FILE; a run with `--reward-head FILE` uses it.
 
-The file is safetensors: "weight" [V * D] and "bias" [1] float32; its metadata says under "head",
-as JSON, what they were fitted to: the model, task and cameras by the names of their flags
-("flags"), and the numbers of labels ("labels").
+FILE has the safetensors format: "weight" [V * D] and "bias" [1] float32. Its metadata holds JSON
+under "head", which says what the head was fitted to: the model, task and cameras under the names of
+their flags ("flags"), and the numbers of labels ("labels").
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-# what a head and the run that uses it must have in common
+# the flags that must be the same for a head and for the run that uses it
 FLAGS = (
     "clip_model env_id textured camera_azimuth camera_distance camera_elevation camera_lookat"
 ).split()
@@ -61,8 +61,8 @@ class Head(torch.nn.Module):
 
 
 class HeadReward(torch.nn.Module):
-    """Frames -> the head's probability [B] float32; with `mixed`, the mean of that and the reward
-    of `clip`, a clip_reward.CLIPReward. Otherwise a CLIPEmbedder will do."""
+    """Map frames to the head's probability [B] float32 or, with `mixed`, to the mean of it and the
+    reward of `clip`, which must then be a CLIPReward; otherwise a CLIPEmbedder is enough."""
 
     def __init__(self, clip: Any, head: Head, mixed: bool = False) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class HeadReward(torch.nn.Module):
 
 
 def with_hash(name: str) -> str:
-    """Return FILE as ABSOLUTE_PATH#SHA256, as args.json keeps it. Any other name stays as it is."""
+    """Return a file's name as ABSOLUTE_PATH#SHA256, as in args.json, any other name unchanged."""
     if not os.path.isfile(name):
         return name
     path = Path(name).resolve()
@@ -88,7 +88,7 @@ def without_hash(name: str) -> str:
 
 
 def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
-    """Load FILE or FILE#SHA256; "" is none. Raises OSError or ValueError for a file that is
+    """Load FILE or FILE#SHA256; "" gives None. Raises OSError or ValueError for a file that is
     missing, damaged, not a head, changed since it was hashed, or fitted with other `flags`."""
     if not name:
         return None

@@ -114,7 +114,7 @@ FORCES = {f"include_{part}_in_observation": False  # of Humanoid-v5
 
 def make_env(args: Args, filmed=False):
     """Return a function that makes one environment: observations [O], endless episodes, and in
-    `info` what a picture is drawn from."""
+    `info` the states or frames for pictures."""
     by_state = not tasks.why_own_render(args.env_id)
     kwargs = FORCES if args.env_id == "Humanoid-v5" and not args.observe_forces else {}
     return functools.partial(tasks.make_endless, args, by_state, filmed, **kwargs)
@@ -125,20 +125,20 @@ def make_vector_env(args: Args):
     if args.env_id == "Humanoid-v5":
         from environments.humanoid import HumanoidVectorEnv
 
-        # the same bit for bit, and 2.5 times as fast
+        # the results are the same bit for bit, and it is 2.5 times as fast
         return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else FORCES))
     thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
     return tasks.make_vector_env(args, thunks)
 
 
 def make_renderer(args: Args, device="cpu", size: int | None = None):
-    """Make what draws states; called in every reward worker."""
+    """Make the renderer of states; every reward worker calls this."""
     return tasks.make_renderer(args, device, size)
 
 
 def check_args(args: Args):
-    """Raise UsageError, one line that says what is wrong, before anything slow starts -> a state
-    [S] float64 of the task, None if the task draws itself."""
+    """Check the flags before anything slow starts -> a state [S] float64 of the task, or None if
+    the task draws itself. Raises UsageError with one line that says what is wrong."""
     actions, state, observation_dim = tasks.describe_env(args.env_id, make_env(args, filmed=True))
     continuous = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
     if not continuous or not actions.is_bounded():
@@ -165,8 +165,8 @@ def check_args(args: Args):
 
 
 class RunningNorm(nn.Module):
-    """Normalise observations [B, O] by the mean and standard deviation of all so far, and clip them
-    to +-10. RSNorm in SimBa (Lee et al. 2024); statistics are merged as in Chan et al. (1979)."""
+    """Normalise observations [B, O] by their running mean and standard deviation, and clip them to
+    +-10: RSNorm in SimBa (Lee et al. 2024). Statistics are merged as in Chan et al. (1979)."""
 
     def __init__(self, observation_dim):
         super().__init__()
@@ -201,7 +201,7 @@ def mlp(inputs: int, outputs: int, layer_norm: bool = False) -> nn.Sequential:
 
 
 class TwinCritic(nn.Module):
-    """Q1 and Q2: observations [B, O], actions [B, A] -> values [2, B]. `normalize`: the actor's."""
+    """Q1 and Q2: observations [B, O], actions [B, A] -> [2, B]. `normalize` is the actor's."""
 
     def __init__(self, observation_dim, action_dim, args: Args, normalize):
         super().__init__()
@@ -277,7 +277,7 @@ def exploration_noise(T, N, action_dim, pink):
 
 class ReplayBuffer:
     """A ring of whole rollouts, float32. Fixed-length episodes have no reset inside, so the next
-    observation is the following row: T + 1 rows for T steps, half the memory of storing both."""
+    observation is the following row. T + 1 rows hold T steps in half the memory of storing both."""
 
     def __init__(self, rollouts, T, N, observation_dim, action_dim, device, gamma=0.95, n_step=1):
         self.gamma = gamma
@@ -325,8 +325,8 @@ def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
     with torch.no_grad():
         next_actions, next_log_density = actor.sample(next_observations)
         next_values = target_critic(next_observations, next_actions).amin(0)
-        # No (1 - done): nothing terminates here. The end of an episode is a time limit, that is a
-        # truncation, and the value of the last state is bootstrapped like any other.
+        # There is no (1 - done), because nothing terminates here: the end of an episode is a time
+        # limit, a truncation, and the value of its last state is bootstrapped like any other.
         targets = rewards + gamma * (next_values - alpha * next_log_density)
     values = critic(observations, actions)
     losses = (values - targets).square().mean(1)
@@ -344,7 +344,7 @@ def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
 
 
 def update_actor(observations, actor, critic, optimizer, alpha):
-    """Take one step up the soft value of the policy's own actions -> {name: scalar [] to log}."""
+    """Take one step that raises the soft value of the policy's actions -> {name: scalar to log}."""
     actions, log_density = actor.sample(observations)
     loss = (alpha * log_density - critic(observations, actions).amin(0)).mean()
     optimizer.zero_grad()
@@ -421,8 +421,8 @@ if __name__ == "__main__":
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would touch the whole buffer
-    torch.set_num_threads(1)  # products this small are faster with one (docs/speed.md)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill the whole buffer
+    torch.set_num_threads(1)  # products this small are faster with one thread (docs/speed.md)
     torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -441,7 +441,7 @@ if __name__ == "__main__":
     say(*pool.wait_ready())
     run = Run(args)
 
-    # Networks and optimisers. The entropy is that of actions in [-1, 1], whatever their units are.
+    # Networks and optimisers. The entropy is always that of actions scaled to [-1, 1].
     action_dim = math.prod(envs.single_action_space.shape)
     learner = make_learner(args, observation_dim, envs.single_action_space, device)
     actor = learner["actor"]
@@ -470,7 +470,7 @@ if __name__ == "__main__":
         observations = np.empty((T + 1, N, observation_dim), np.float32)
         actions = np.empty((T, N, action_dim), np.float32)
         env_rewards = np.empty((T, N))
-        pictured = []  # what pictures are drawn from, at every step
+        pictured = []  # the states or frames of every step, for pictures
 
         # 1. Play one episode of every environment: physics only. The workers draw and score some of
         # its states meanwhile, and the policy acts on the CPU: on a GPU it would queue behind CLIP.
@@ -479,7 +479,7 @@ if __name__ == "__main__":
         observations[0], _ = envs.reset(seed=env_seeds, options={"film": film})
         for t in range(T):
             with torch.no_grad():
-                if random_actions:  # uniform: the noise through the normal distribution function
+                if random_actions:  # uniform: erf maps normal noise to it
                     action = torch.erf(noise[t] / math.sqrt(2))
                 else:
                     action, _ = acting.sample(torch.as_tensor(observations[t]), noise[t])

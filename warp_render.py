@@ -1,10 +1,10 @@
-"""MuJoCo's pictures without OpenGL: MuJoCo Warp casts rays on the device where CLIP is.
+"""MuJoCo's pictures without OpenGL: MuJoCo Warp casts rays on the device where CLIP runs.
 
     renderer = WarpRenderer(model, size=480, camera=egl_render.PAPER_CAMERA, device="cuda:0")
     renderer.draw(states)         # [B, S] float64 -> torch [B, H, W, 3] uint8 on that device
 
-The pictures have one sample per pixel, hard shadows, and large floors that fade far away, but no
-reflections and nothing that `egl_render.left_out_by_warp` names.
+The pictures have one sample per pixel, hard shadows, and large floors that fade far away. They lack
+reflections and the parts that `egl_render.left_out_by_warp` names.
 """
 
 import os
@@ -24,11 +24,11 @@ from egl_render import (
     views_of,
 )
 
-NEAR, FAR = 1.2, 2.5  # a floor fades between these multiples of the camera's distance, at 64 px
+NEAR, FAR = 1.2, 2.5  # floors fade between these multiples of the camera's distance (at 64 px)
 
 
 class WarpRenderer:
-    """Draw MuJoCo states without stepping. The first one on a machine compiles for ten seconds.
+    """Draw MuJoCo states without stepping. A machine's first renderer compiles for ten seconds.
 
     Args:
         model, size, camera: as for `egl_render.MujocoRenderer`.
@@ -79,31 +79,31 @@ class WarpRenderer:
         with open(os.devnull, "wb") as nothing, os.fdopen(os.dup(2), "wb") as stderr:
             os.dup2(nothing.fileno(), 2)
             try:
-                warp.init()  # complains, in C, of a machine without CUDA
+                warp.init()  # its C code prints a complaint if there is no CUDA
                 folder = warp.config.kernel_cache_dir
                 if not os.access(folder, os.W_OK):
                     raise PermissionError(f"{folder} is read-only")
             except OSError as error:
                 ways = "set WARP_CACHE_PATH to a writable folder"
-                raise UsageError(f"MuJoCo Warp keeps no kernels ({error}); {ways}") from error
+                raise UsageError(f"MuJoCo Warp cannot save kernels ({error}); {ways}") from error
             finally:
                 os.dup2(stderr.fileno(), 2)
         if self.device.type == "cuda" and not warp.is_cuda_available():
             versions = warp.get_cuda_toolkit_version(), warp.get_cuda_driver_version()
             need, has = (".".join(map(str, version or ["none"])) for version in versions)
-            problem = f"Warp {warp.config.version} is made for CUDA {need}, the driver has {has}"
+            problem = f"Warp {warp.config.version} needs CUDA {need}, but the driver has {has}"
             raise UsageError(f"{problem}; update the driver, or draw with --renderer egl")
 
     def _on_device(self):
-        """Let Warp work on this device, on a GPU in torch's stream."""
+        """Make Warp work on this device, and on a GPU in torch's stream."""
         if self.device.type == "cpu":
             return self.warp.ScopedDevice("cpu")
         stream = torch.cuda.current_stream(self.device)
         return self.warp.ScopedStream(self.warp.stream_from_torch(stream))
 
     def _aim(self, spec, model, camera):
-        """Give the context one camera and return its rays. Not every model has a camera, so it is
-        that of an empty model `spec`."""
+        """Give the context one camera and return its rays. Not every model has a camera, so this
+        one is made in an empty model, `spec`."""
         fixed = camera.fixed_id >= 0
         fovy = model.cam_fovy[camera.fixed_id] if fixed else model.vis.global_.fovy
         spec.worldbody.add_camera(fovy=fovy)
@@ -131,7 +131,7 @@ class WarpRenderer:
                 out = frames[i : i + self.worlds]
                 self.data.nworld = len(out)
                 for ring, part in zip(rings, parts, strict=True):
-                    if part.shape[1]:  # it may have no mocap bodies
+                    if part.shape[1]:  # the model may have no mocap bodies
                         self.warp.to_torch(ring)[: len(out)] = part[i : i + self.worlds]
                 out[:] = torch.stack(self._views(), 1).view(out.shape)
         return frames
@@ -153,7 +153,7 @@ class WarpRenderer:
             colours = packed.view(torch.uint8).view(*shape, 4)[..., :3].flip(-1)  # from BGRA
             depth = wp.to_torch(context.depth_data)[: data.nworld].view(shape)
             hit, kind = wp.to_torch(context.seg_data)[: data.nworld].view(*shape, 2).unbind(-1)
-            geom = hit.where(kind == int(mjw.ObjType.GEOM), -1)  # cloths have numbers, too
+            geom = hit.where(kind == int(mjw.ObjType.GEOM), -1)  # cloths have ids, too
             views.append(self._fade(colours.float(), depth, geom, camera).byte())
         return views
 
@@ -180,14 +180,14 @@ class WarpRenderer:
         far = (256 * (depth / near - 1) / (FAR / NEAR - 1)).clamp(0, 256).floor()
         for floor in self.floors:
             share = (far * (geom == floor))[..., None]
-            # whole numbers in double precision: their sum does not depend on its order
+            # the sum of whole numbers in double precision does not depend on their order
             total = (images * share).sum((1, 2), keepdim=True, dtype=torch.float64)
             mean = total / share.sum((1, 2), keepdim=True, dtype=torch.float64).clamp_min(1)
             images = images.lerp_(mean.float(), share / 256).round_()
         return images
 
     def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """`draw` into `out` [B, *frame_shape] uint8 on the host, allocated when None -> out."""
+        """Copy what `draw` returns to `out` [B, *frame_shape] uint8, new if it is None -> out."""
         out = np.empty((len(states), *self.frame_shape), np.uint8) if out is None else out
         out[:] = self.draw(states).cpu().numpy()
         return out

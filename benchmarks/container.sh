@@ -3,9 +3,9 @@
 #
 #     benchmarks/container.sh
 #
-# runs its steps in a new root directory and prints the time and space of each. Then the image's user
-# trains there without network: once directly, and as a job on a Ray head, which the hook of
-# kube/rayjob.yaml stops; submitted again, it resumes. pip is configured as on this machine.
+# This runs its steps in a new root directory, and prints the time and space of each. Then the user
+# of the image trains there without network, once directly and once as a job on a Ray head. The hook
+# of kube/rayjob.yaml stops this job; submitted again, it resumes. pip is set up as on this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# = 0 ]; then # mounts and processes end with the inner call; only then is the folder removed
@@ -18,7 +18,7 @@ log=$1/log root=$1/root size=0 user=0:0 workdir=/ network=()
 env=(PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin)
 mapfile -t pip < <(env | grep '^PIP_[A-Z_]*=')
 
-inside() { # COMMAND...: as docker run does it, with the user, folder and variables of the image
+inside() { # COMMAND...: run it as docker run does, with the user, folder and variables of the image
     local home
     home=$(awk -F: -v id="${user%:*}" '$3 == id { print $6 }' "$root/etc/passwd")
     "${network[@]}" chroot --userspec="$user" "$root" env -i "${env[@]}" "${pip[@]}" HOME="$home" \
@@ -68,7 +68,7 @@ printf '%4d s %6d MB  in all, with %s\n' $SECONDS "$size" "$(inside python --ver
 hook=$(sed -n '/pkill/,/pgrep/p' kube/rayjob.yaml)
 cat >"$root/run/train.sh" <<'END'
 set -eu
-train() { # COMMAND...: a short run of it
+train() { # COMMAND...: run it with the flags of a short run
     "$@" --target-prompt "a humanoid robot kneeling" --clip-model local-dir:tiny_clip \
         --render-size 64 --num-envs 2 --episode-length 10 --learning-starts 0 --gradient-steps 2
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train and judge the paper's eight tasks by their sentences, first runs, the scripts' defaults, two at a time:
+# Train the paper's eight tasks from their sentences, with the script's defaults, two at a time, and judge the runs:
 #     benchmarks/eight_tasks.sh 7 8 9         # these seeds
-#     benchmarks/eight_tasks.sh               # print the table of what has been judged so far
-# The same command continues what was interrupted. RUNS: the folder of all runs; FRAMES: of each; FLAGS: more flags.
+#     benchmarks/eight_tasks.sh               # print the table of the runs judged so far
+# The same command continues interrupted runs. RUNS: the folder of all runs; FRAMES: frames of each; FLAGS: more flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH" RUNS=${RUNS:-runs/eight} FRAMES=${FRAMES:-64000} FLAGS=${FLAGS:-}

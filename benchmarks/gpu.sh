@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# What to measure in the first half hour on a machine with GPUs, most important first:
+# Make the measurements of the first half hour on a machine with GPUs, the most important first:
 #
 #     benchmarks/gpu.sh [FOLDER]              # all of it
-#     PORTION=1 benchmarks/gpu.sh FOLDER      # what fits into 560 s; then PORTION=2, ..
+#     PORTION=1 benchmarks/gpu.sh FOLDER      # the pieces that fit into 560 s; then PORTION=2, ..
 #     DRY=1 benchmarks/gpu.sh                 # list the pieces: portion, name, limit in seconds
 #
-# FOLDER gets summary.txt (a line for each piece), table.txt, results.json, all of them new after every piece and with
-# the pieces of earlier calls, and at the end results.tar.gz with everything. ONLY=clip,run_egl runs these pieces,
-# FROM=clip that one and what follows. Without a GPU (or with DEVICE=cpu) the pieces run in a small form. A piece that
-# fails or takes longer than its limit makes the exit code 1, but does not stop the others.
+# FOLDER gets summary.txt (a line for each piece), table.txt and results.json, which are written after every piece and
+# include the pieces of earlier calls, and at the end results.tar.gz with everything. ONLY=clip,run_egl runs only these
+# pieces; FROM=clip skips those before clip. Without a GPU (or with DEVICE=cpu) the pieces run in a small form. A piece
+# that fails or takes longer than its limit makes the exit code 1, but does not stop the others.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${1:-gpu_results}
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
-GPUS=${GPUS:-0} # also where that Python fails
+GPUS=${GPUS:-0} # also if that Python fails
 DEVICE=${DEVICE:-$([ "$GPUS" -gt 0 ] && echo cuda:0 || echo cpu)}
 NAMES=() FAILED=0 REACHED=${FROM:+no} IN=1 FILLED=0 SECONDS=0
 if [ -z "${DRY-}" ]; then
@@ -46,7 +46,7 @@ piece() { # NAME LIMIT ARGUMENTS...: run Python, at most LIMIT seconds, and add 
     results
 }
 
-results() { # of all pieces so far, in the order of this file
+results() { # write the results of all pieces so far, in the order of this file
     "$PYTHON" - "$OUT" "${NAMES[@]}" <<'END' || true
 import json, sys
 from pathlib import Path
@@ -70,7 +70,7 @@ other() { # NAME LIMIT ARGUMENTS...
     piece "$1" "$2" benchmarks/gpu_pieces.py --piece "$1" "${@:3}" --json "$OUT/$1.json"
 }
 
-repeat() { # N: the device, N times
+repeat() { # N: print the device N times
     for ((i = 0; i < $1; i++)); do printf '%s ' "$DEVICE"; done
 }
 
@@ -125,7 +125,7 @@ other bits 120 "${tiny[@]}" "${one[@]}" --renderer warp
 piece updates 120 benchmarks/updates.py --device "$DEVICE" --rows "${rows[@]}" --rounds 1 --json "$OUT/updates.json"
 piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$SIZE" --per-task "$STATES" \
     --precisions "${precisions[@]}" --out "$OUT/renderers.png" --json "$OUT/renderers.json"
-# 7. Where the time and the memory go; what compiling gives
+# 7. Where the time and the memory go; how much compiling and int8 gain
 other profile 60 "${score[@]}" "${tiny[@]}" "${one[@]}" --renderer warp
 other memory 60 "${score[@]}" "${tiny[@]}" "${one[@]}" --renderer warp
 pipeline clip_compiled 120 --measure clip "${score[@]}" --compile --batches "${batches[@]:1:1}" "${one[@]}"
@@ -138,8 +138,8 @@ pipeline ray 120 "${score[@]}" "${small[@]}" --reward-devices ray:1
 for n in "${MANY[@]}"; do
     pipeline "gpus_$n" 120 "${score[@]}" "${small[@]}" --reward-devices "${devices[@]:0:$n}"
 done
-# 9. Drawing alone; EGL last, because it may hang: which device is which, and what draws there; a step
-# at a time, as others do it, against chunks
+# 9. Drawing alone; then EGL, which comes last because it may hang: a run, drawing and scoring a step
+# at a time (as other code does) against chunks, and which device is which
 for renderer in "${RENDERERS[@]}"; do
     draw=(--measure draw --render-size "$SIZE" --renderer "$renderer")
     pipeline "draw_$renderer" 40 "${draw[@]}" "${small[@]}" "${one[@]}"

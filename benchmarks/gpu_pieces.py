@@ -1,4 +1,4 @@
-r"""Measure what only a GPU can tell, one piece a call: `benchmarks/gpu.sh` calls all of them.
+r"""Measure one piece of what only a GPU can show; `benchmarks/gpu.sh` measures all pieces.
 
     python benchmarks/gpu_pieces.py --piece per_step --reward-devices cuda:0 --json per_step.json
 
@@ -63,7 +63,7 @@ def bits(own, args, flags):
 
 
 def make_scorer(args, renderer):
-    """Make what a worker does its work with."""
+    """Make the Scorer with which a worker would draw and score."""
     draw = functools.partial(sac.make_renderer, replace(args, renderer=renderer))
     reward = functools.partial(clip_reward.make_clip_reward, args)
     return clip_reward.Scorer(draw, reward, args.devices()[0])
@@ -96,7 +96,7 @@ def per_step(own, args, flags):
 
 
 def memory(own, args, flags):
-    """Load, then score two chunks at once as a worker does -> GB after each."""
+    """Load, then score two chunks at once as a worker does -> the most GB up to each of the two."""
     result, chunk = {}, helpers.humanoid_states(args.clip_batch_size)
     scorer = make_scorer(args, args.renderer)
 

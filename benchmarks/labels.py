@@ -1,5 +1,5 @@
-"""Label a dataset as a person would who errs now and then: a judge presses the keys of the
-labelling page, and 5 % of its answers are wrong. The flags are those of `eval_epic.py label`.
+"""Label a dataset like a person who errs now and then: a judge presses the keys of the labelling
+page, and 5 % of its answers are wrong. The flags are those of `eval_epic.py label`.
 
     python eval_epic.py collect --source poses --out data/one.npz
     python benchmarks/labels.py data/one.npz --judge splits --count 100
@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 @dataclass(kw_only=True)
 class Args(eval_epic.Label):
     count: int | None = 100
-    """how many answers to give, beside those in the file"""
+    """how many answers to give, in addition to those in the file"""
     errors: float = 0.05
     """share of wrong answers"""
     seed: int = 0

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Test what needs its own virtual environments: the imitation example, and the wheel on each supported
-# Python that is installed. Downloads about ten gigabytes.
+# Test the parts that need their own virtual environments: the imitation example, and the wheel on
+# each supported Python that is installed. This downloads about ten gigabytes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)

@@ -1,10 +1,10 @@
-"""Draw README's pictures: learned policies in motion, and what CLIP is shown.
+"""Draw README's pictures: learned policies in motion, and the pictures that CLIP sees.
 
     python benchmarks/pictures.py film runs/KNEELING runs/CARTPOLE --out docs/learned.webp
     python benchmarks/pictures.py moments runs/SEED_1 runs/SEED_2 runs/SEED_3 --out docs/heels.webp
     python benchmarks/pictures.py looks --out docs/looks.png
 
-Neither needs a GPU or a display.
+No command needs a GPU or a display.
 """
 
 import sys
@@ -52,8 +52,8 @@ def episode(folder, moments, size):
 
 def film(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path):
     """Film learned policies side by side, each above its sentence, as one animated picture. Each
-    run's best.pt plays one episode, without exploration, from a start that training never saw: the
-    first one, whatever comes of it. All episodes take the same time in the film.
+    run's best.pt plays one episode, without exploration, from a start that training never saw. It
+    is the first episode, even if it fails. All episodes take the same time in the film.
 
     Args:
         runs: folders of runs.

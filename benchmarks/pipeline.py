@@ -1,19 +1,19 @@
 r"""Measure where the time of a training run goes, and how fast CLIP and drawing are on their own.
 
-Runs the training script for a few rollouts, as a user would, and reads its event file:
+This runs the training script for a few rollouts, as a user would, and reads its event file:
 
     python benchmarks/pipeline.py                                  # tiny_clip on this CPU
     python benchmarks/pipeline.py --env-id CartPole-v1             # DQN: dqn_clip_classic.py
 
-CLIP alone and drawing alone, on a GPU and without real weights:
+This measures CLIP alone and drawing alone, on a GPU and without real weights:
 
     python benchmarks/random_clip.py ViT-L-14 /tmp/ViT-L-14
     python benchmarks/pipeline.py --clip-model local-dir:/tmp/ViT-L-14 --render-size 480 \
         --measure clip draw run --batches 64 128 256
 
 Does everything else hide behind CLIP? Simulated devices compute 1.6 ms per frame (ViT-bigG-14 on
-one H200) while the next frames are drawn (1.5 ms: OpenGL at 480 px; 0.1: MuJoCo Warp): first one
-alone, then all in a run with one update per rollout:
+one H200) while the next frames are drawn (1.5 ms: OpenGL at 480 px; 0.1: MuJoCo Warp). This
+measures first one device alone, and then all of them in a run with one update per rollout:
 
     python benchmarks/pipeline.py --scorer-ms 1.6 --draw-ms 1.5 --json overlap.json
     python benchmarks/pipeline.py --scorer-ms 16 --reward-devices cpu cpu cpu cpu     # or ray:4
@@ -70,7 +70,7 @@ class Args:
     env_id: str = "Humanoid-v5"
     """the task"""
     states_per_worker: int = 800
-    """how many states draw and score use"""
+    """number of states per worker for draw and score"""
     rollouts: int = 6
     """rollouts to measure, after one that is not counted"""
     json: Path | None = None
@@ -78,7 +78,7 @@ class Args:
 
 
 def machine(device):
-    """Say what the measurements were made on."""
+    """Name the device and the software that are measured."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
     return f"{name}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
 
@@ -247,7 +247,7 @@ def main():
             print(f"{name}: {speed:.4g} states/s", flush=True)
             keep(**{f"{name}_alone_frames_per_s": speed})
     if "run" in own.measure:
-        views = 1 if own.scorer_ms else args.views  # a sleeper draws no cameras
+        views = 1 if own.scorer_ms else args.views  # a simulated worker draws one view
         keep(stages=whole_run(command, args, own.rollouts, views))
         if alone:
             share = result["stages"]["end to end"]["frames/s"] / alone

@@ -3,10 +3,10 @@ r"""Draw one scalar of several runs against environment steps, and print how eac
     python benchmarks/plot_runs.py runs/HalfCheetah* --scalar charts/episodic_return \
         --last 10 --out docs/halfcheetah.png
 
-Runs that differ only in their seed form a group: the thick line is its mean, the band its 95 %
-bootstrap interval over seeds (with three seeds: their range), thin lines are its runs. A group is
-named by what differs between groups (a prompt, an alpha, any flag). Of --reward-head only the
-file's name counts: each seed may have labels of its own, in a folder of its own.
+Runs that differ only in their seed form a group. The thick line is its mean, the band is its 95 %
+bootstrap interval over seeds (with three seeds: their range), and thin lines are its runs. A group
+is named by the flags that differ between groups (a prompt, an alpha). Of --reward-head only the
+file's name counts, because each seed may have labels of its own, in a folder of its own.
 """
 
 import json
@@ -23,7 +23,7 @@ from scipy import stats
 from reward_head import without_hash
 from training.run import CURVES, RESUME_MAY_CHANGE
 
-# where, how fast and until when, but not what is learned
+# these flags say where, how fast and until when, but not what is learned
 ELSEWHERE = RESUME_MAY_CHANGE | {"seed"}
 
 
@@ -38,7 +38,7 @@ def read(run, scalar):
 
 
 def groups_of(runs):
-    """Group runs that differ only in their seed -> {what differs from other groups: runs}"""
+    """Group runs that differ only in their seed -> {flags that differ between groups: runs}."""
     flags = {run: json.loads((run / "args.json").read_text()) for run in runs}
     for args in flags.values():
         args["reward_head"] = Path(without_hash(args.get("reward_head", ""))).name
@@ -52,7 +52,7 @@ def groups_of(runs):
 
 
 def interval(values):
-    """Values [seeds, K] -> their mean [K] and its 95 % interval, low [K] and high [K]."""
+    """Average values [seeds, K] -> mean [K] and its 95 % interval, low [K] and high [K]."""
     mean = values.mean(0)
     if len(values) < 2:
         return mean, mean, mean
@@ -76,7 +76,7 @@ def main(
         scalar: which scalar
         last: how many values at the end to average
         title: written above the picture
-        names: of the groups, in the order of their first runs
+        names: names of the groups, in the order of their first runs
         out: PNG to write
     """
     curves = {run: read(run, scalar) for run in runs}

@@ -1,4 +1,4 @@
-"""Judges of five poses that no caption of tiny_clip has words for.
+"""Judges of five poses that no caption of tiny_clip describes.
 
     python eval_epic.py label data/one.npz --judge benchmarks/poses.py:knees_up
 

@@ -2,8 +2,8 @@
 
     python benchmarks/random_clip.py ViT-L-14 /tmp/ViT-L-14
 
-For benchmarks, tests and machines without network: as fast and as large as the real model, with
-the preprocessing of the architecture's first pretrained weights. Its rewards mean nothing.
+It is for benchmarks, tests and machines without network: it is as fast and as large as the real
+model, with the preprocessing of its first pretrained weights, but its rewards mean nothing.
 """
 
 import json

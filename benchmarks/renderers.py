@@ -4,9 +4,9 @@ r"""Draw and score the same states in every way this machine can: pictures, rewa
     python benchmarks/renderers.py --device cuda:0 --render-size 480 --clip-model ViT-L-14/openai
 
 Each way has its own process, because environment variables bind OpenGL to one device. EPIC
-distance, rank correlation (Spearman) and difference of the rewards are the worst over the tasks, to
-the first way in the first precision. Times are CPU time per frame of the drawing process, medians
-of five.
+distance, rank correlation (Spearman) and difference compare rewards with those of the first way in
+the first precision; each is the worst over the tasks. Times are CPU times of the drawing process
+per frame, medians of five.
 """
 
 import json
@@ -46,7 +46,7 @@ class Args:
     clip_model: str = "local-dir:tiny_clip"
     """the model"""
     precisions: tuple[str, ...] = ("fp32", "fp16")
-    """number formats of its image tower; emulated-int8 is fp32 with the weights and inputs of its
+    """number formats of the image tower; emulated-int8 is fp32 with the weights and inputs of its
     linear and convolutional layers rounded to 8 bits"""
     render_size: int = 64
     """height and width in pixels"""
@@ -59,7 +59,7 @@ class Args:
 
 
 def states_and_prompts(per_task):
-    """Library poses at rest [8 * per_task, 47], and the tasks' prompts."""
+    """Return library poses at rest [8 * per_task, 47], and the tasks' prompts."""
     from environments import judges
     from tiny_clip import poses
 
@@ -86,7 +86,7 @@ def emulate_int8(visual):
 
 
 def draw(args, renderer, variables):
-    """Runs in its own process -> description, frames, CPU ms per frame, {precision: rewards}."""
+    """Draw and score one way -> description, frames, CPU ms per frame, {precision: rewards}."""
     os.environ.update(variables)
     device = "cpu" if variables else args.device
     egl_render.setup_gl(device)

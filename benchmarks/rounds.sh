@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two rounds of 100 labels each, as docs/labels.md says, for a pose and a seed. A judge plays the
-# model that labels; ERRORS is the share of its wrong answers. 22 to 39 minutes on a busy core.
+# Run two rounds of 100 labels each, as in docs/labels.md, for POSE, ERRORS and SEED. A judge is the
+# labelling model; ERRORS is its share of wrong answers. This takes 22 to 39 minutes on a busy core.
 #   bash benchmarks/rounds.sh heels 0.05 1
 #   bash benchmarks/rounds.sh splits 0.15 1
 set -euo pipefail
@@ -10,7 +10,7 @@ case $pose in
     heels) words="a humanoid robot seated down, meditating in the lotus position"
         judge=benchmarks/poses.py:sits_on_heels first=24000 start=() ;;
     splits) words="a humanoid robot practicing gymnastics, doing the side splits"
-        # its words stay in the reward, beside the head
+        # the prompt stays in the reward, beside the head
         judge=splits first=32000 start=(--resume "$out/first/*/checkpoints/step_32000.pt") ;;
 esac
 python=.venv/bin/python

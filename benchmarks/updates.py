@@ -105,7 +105,7 @@ def measure(algorithm, rows, device, rounds):
     trains = {row: make_train(algorithm, device, row) for row in rows}
     updates = 200 if device != "cpu" else 6 if algorithm == "SAC" else 60
     rates = {row: {count: [] for count in {1, os.cpu_count()}} for row in rows}
-    for _ in range(1 + rounds):  # the first one compiles and warms up
+    for _ in range(1 + rounds):  # the first round compiles and warms up
         for row, by_count in rates.items():
             for count, speeds in by_count.items():
                 torch.set_num_threads(count)

@@ -1,6 +1,6 @@
-"""Does looking before training pay? Fill in evaluation/worth.csv: for each row AUC, EPIC distance
-and gap on the states of `eval_epic.py prompts`, beside the success after 64 000 frames that a
-policy reached with that task, prompt, cameras and weights of tiny_clip (a commit of this clone).
+"""Do numbers from before training predict success? Fill in AUC, EPIC distance and gap on the states
+of `eval_epic.py prompts` in each row of evaluation/worth.csv, beside the success of a policy after
+64 000 frames with the row's task, prompt, cameras and tiny_clip's weights (a commit of this clone).
 
     python benchmarks/worth.py --out docs/worth.png
 """

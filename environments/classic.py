@@ -5,9 +5,9 @@ import math
 import os
 from typing import Any
 
-# No window is ever opened here; pygame would look for a display and complain in every process.
-# With "dummy" in place of "offscreen" highway-env's tasks give black pictures. An accelerated
-# window would, when it is closed, end EGL for MuJoCo in this process, too.
+# No window is ever opened here. By default, pygame would look for a display and print a complaint
+# in every process. With "dummy" in place of "offscreen", highway-env's tasks give black pictures.
+# When an accelerated window is closed, EGL ends for MuJoCo in this process, too.
 os.environ.setdefault("SDL_VIDEODRIVER", "offscreen")
 os.environ.setdefault("SDL_FRAMEBUFFER_ACCELERATION", "0")
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
@@ -26,8 +26,8 @@ CAR_SUPERSAMPLING = 4  # scenes/car.png is this many times as large
 
 class CartPoleTask(gym.Wrapper):
     """CartPole that continues after the pole has fallen, since an early end would leak
-    information about the task (section 4.1 of the paper): the cart stops at the track's ends, the
-    angle is wrapped to [-pi, pi]. The reward is 1 for every step that is not a failure by
+    information about the task (section 4.1 of the paper): the cart stops at the track's ends, and
+    the angle is wrapped to [-pi, pi]. The reward is 1 for every step that is not a failure by
     Gymnasium's rule (12 degrees, or off the track); an episode without failures is a success."""
 
     def __init__(self, env):
@@ -54,8 +54,8 @@ class CartPoleTask(gym.Wrapper):
 
 
 class MountainCarTask(gym.Wrapper):
-    """MountainCar, with discrete or continuous actions, whose goal is absorbing: the car stays
-    there and gets no reward from then on. An episode that reaches the goal is a success."""
+    """MountainCar, with discrete or continuous actions, whose goal is absorbing: the car stays at
+    the goal and gets no reward from then on. An episode that reaches the goal is a success."""
 
     def reset(self, **kwargs):
         self.success = False
@@ -91,26 +91,26 @@ TASKS = {
     "MountainCar-v0": MountainCarTask,
     "MountainCarContinuous-v0": MountainCarTask,
 }
-DISCRETE = "CartPole-v1", "MountainCar-v0"  # those that DQN learns
+DISCRETE = "CartPole-v1", "MountainCar-v0"  # the tasks that DQN learns
 
 
 def hill(x: Any) -> Any:
-    """Height of MountainCar's hill, as Gymnasium has it."""
+    """Return the height of MountainCar's hill at x, by Gymnasium's formula."""
     return np.sin(3 * x) * 0.45 + 0.55
 
 
 class ClassicRenderer:
-    """Draws CartPole and MountainCar states without stepping; needs no display and no OpenGL.
+    """Draw CartPole and MountainCar states without stepping, without a display and without OpenGL.
 
-    Plain frames of the native size are those of Gymnasium's own `env.render()`, pixel for pixel.
-    Gymnasium repaints everything and copies it twice, 1.8 to 2.8 ms a frame; here what never moves
-    is painted once.
+    Plain frames of the native size equal those of Gymnasium's own `env.render()`, pixel for pixel.
+    Gymnasium repaints everything and copies it twice, in 1.8 to 2.8 ms a frame. This class paints
+    the parts that never move only once.
 
     Args:
         env_id: one of CLASSIC_STATE_SIZES.
         size: None for Gymnasium's 400 x 600 pixels; else height and width of the frames: the native
             picture centred in a square (CLIP's own crop would cut off the goal) and scaled.
-        textured: the mountain as a landscape instead of a line (MountainCar only).
+        textured: draw the mountain as a landscape instead of a line (MountainCar only).
         scene: a landscape instead of the canonical one: [600, 600, 3] uint8, see scenes/paint.py.
     Raises ValueError: unknown env_id, or a texture for CartPole.
     """
@@ -152,8 +152,8 @@ class ClassicRenderer:
         self._background = self._canvas.copy()
 
     def render(self, states: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """As `MujocoRenderer.render`; states [B, S] are CartPole's (x, velocity, angle, angular
-        velocity) or MountainCar's (x, velocity)."""
+        """Draw as `MujocoRenderer.render` does; states [B, S] are CartPole's (x, velocity, angle,
+        angular velocity) or MountainCar's (x, velocity)."""
         states = np.asarray(states, np.float64)
         if states.ndim != 2 or states.shape[1] != self._state_size:
             raise ValueError(f"states must be [B, {self._state_size}], not {states.shape}")
@@ -169,10 +169,10 @@ class ClassicRenderer:
         return out
 
     def close(self) -> None:
-        """Nothing to free but memory."""
+        """Do nothing: there is only memory to free."""
 
     def _turned(self, points, angle, x, y):
-        """Points turned by `angle` (rad) about the origin and then moved to (x, y)."""
+        """Turn points by `angle` (rad) about the origin, and then move them to (x, y)."""
         turned = [self._pygame.math.Vector2(point).rotate_rad(angle) for point in points]
         return [(point[0] + x, point[1] + y) for point in turned]
 

@@ -1,4 +1,4 @@
-"""Humanoid-v5, many at once: one process, MuJoCo's own threads, nothing pickled.
+"""Many Humanoid-v5 environments in one process, stepped by MuJoCo's threads; nothing is pickled.
 
 On two cores this is 2.5 times as fast as a process per environment, and the part of a step that
 more cores do not shorten takes a third of the time (docs/speed.md)."""
@@ -17,7 +17,7 @@ from egl_render import UNSTABLE
 
 class HumanoidVectorEnv(gym.vector.VectorEnv):
     """N times gym.make("Humanoid-v5", terminate_when_unhealthy=False, max_episode_steps=-1), with
-    observations, rewards, resets and states equal to the bit. Formulas: Gymnasium's humanoid_v5.py.
+    the same observations, rewards, resets and states, bit for bit. See Gymnasium's humanoid_v5.py.
 
     Nothing terminates, is truncated or resets itself; `infos` has "states" [N, 47] float64, qpos
     and qvel. The observations [N, O] float64 are the same array at every call: O is 348, or less
@@ -42,7 +42,7 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         self.cfrc_ext = np.zeros((num_envs, *self.data.cfrc_ext.shape))
 
     def reset(self, *, seed, options=None):
-        """seed: one for each environment -> observations [N, O], {}."""
+        """Reset with a `seed` for each environment -> observations [N, O], {}."""
         model, scale = self.model, self.task._reset_noise_scale
         noise = np.empty((self.num_envs, model.nq + model.nv))
         for row, env_seed in zip(noise, seed, strict=True):
@@ -57,8 +57,8 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         return self._observe(), {}
 
     def step(self, actions):
-        """actions [N, 17] -> observations [N, O], rewards [N], False [N] twice, infos. Raises
-        RunError if MuJoCo has reset an unstable simulation."""
+        """Step with actions [N, 17] -> observations [N, O], rewards [N], False [N] twice, infos.
+        Raises RunError if MuJoCo has reset an unstable simulation."""
         task, before = self.task, self.centre
         self.batch.ctrl = actions
         self.batch.step(nstep=task.frame_skip)
@@ -82,7 +82,7 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         return observations, gain - (effort + contact), ends, ends, {"states": states}
 
     def _observe(self):
-        """-> observations [N, O]; keeps the centres of mass [N, 3] for the next reward."""
+        """Return observations [N, O], and keep the centres of mass [N, 3] for the next reward."""
         mass = self.model.body_mass
         self.centre = np.einsum("b,nbj->nj", mass, self.xipos) / mass.sum()
         bodies = (self.cinert, self.cvel, self.cfrc_ext)

@@ -3,11 +3,11 @@
     judges.TASKS["kneeling"].judge(states)            # [B, S] float64 -> [B] bool
     judges.find_task("my_task.py:somersault", None)   # your own function of states
 
-Prompts and criteria in words are in tasks.toml. The criteria are those by which arXiv 2310.12921
-judges its videos (appendix on the humanoid's tasks), turned into numbers with MuJoCo's geometry and
-contacts. They share no code with the pose library in tiny_clip/, but the limits were chosen by
-looking at its samples and at frames of a training run: strict about what the words say, lenient
-about style (where the arms are while it kneels, how straight it stands, whether it rocks).
+Prompts and criteria in words are in tasks.toml. arXiv 2310.12921 judges its videos by the same
+criteria (appendix on the humanoid's tasks); here MuJoCo's geometry and contacts turn them into
+numbers. The judges share no code with the pose library in tiny_clip/, but their limits were chosen
+by looking at its samples and at frames of a run. The limits are strict about the prompt, but not
+about style (where the arms of a kneeling robot are, how straight it stands, whether it rocks).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _humanoid():
 
 
 def _outside(point, corners):
-    """Distance [m] of a point [2] from the convex hull of corners [K, 2]: 0 inside, inf for K=0."""
+    """Return the distance [m] of a point [2] from the hull of corners [K, 2], inf if K is 0."""
     if not len(corners):
         return math.inf
     way = corners - point
@@ -72,7 +72,7 @@ def _outside(point, corners):
 
 
 def measure(states):
-    """Geometry and contacts of humanoid states.
+    """Measure the geometry and contacts of humanoid states.
 
     Args:
         states: [B, 24] qpos or [B, 47] qpos and qvel, float64 (m, unit quaternion, radians and
@@ -89,11 +89,11 @@ def measure(states):
         foot, shin, thigh, knee [B, 2] (right, left): gap to the floor. A knee is the part of shin
             and thigh within KNEE of the joint.
         bend [B, 2]: angle of the knee in radians, 0 is straight.
-        shin_front [B, 2]: z of the shin's front, -1 where it lies on the floor as in kneeling.
+        shin_front [B, 2]: z of the shin's forward axis, -1 if it lies on the floor as in kneeling.
         knee_at, foot_at [B, 2, 3]: place relative to the pelvis: forward as the robot faces,
-            outward to that side, up; horizontal axes (no meaning where |up| is small).
+            outward to that side, up; along horizontal axes (they mean nothing if |up| is small).
         hand_at [B, 2, 3]: place of the hand relative to the torso in the torso's own axes: forward,
-            outward, up. Its centre is 6 cm below the shoulders, the hips are 47 cm below it.
+            outward, up. The torso's centre is 6 cm below the shoulders, 47 cm above the hips.
         hand_hip [B, 2]: gap between the hand and the nearest of pelvis, lower waist and thighs.
     Raises:
         ValueError: wrong number of columns.
@@ -159,7 +159,7 @@ KNEELING_BALANCE = 0.3  # wide hull, short fall; chosen by looking at frames of 
 
 
 def _stands(f):
-    """Upright on one foot or both and nothing else, legs not folded, not about to fall."""
+    """Return whether the robot is upright on one or both feet only, legs unfolded, not falling."""
     on_feet_only = (f["trunk"] > TOUCH) & (f["pelvis_floor"] > TOUCH) & (f["arms"] > TOUCH)
     on_feet_only &= (np.minimum(f["shin"], f["thigh"]).min(1) > TOUCH) & _feet(f).any(1)
     upright = (f["up"] > 0.85) & (f["pelvis"] > 0.7)  # within 32 degrees; straight legs: 0.86 m
@@ -171,25 +171,25 @@ def _feet(f):
 
 
 def _raised(f):
-    """Both hands above the head (its crown is 9 cm above its centre), however the torso leans."""
+    """Return whether both hands are above the head (crown: 9 cm over its centre) at any lean."""
     return (f["hand"] > f["head"][:, None] + 0.06).all(1)
 
 
 def _on_hips(f):
-    """Both hands at the waist or the pelvis, each at its own side; not in front, not hanging."""
+    """Return whether each hand is at the waist or pelvis on its own side, not in front or low."""
     forward, outward, up = np.moveaxis(f["hand_at"], -1, 0)
     near = (f["hand_hip"] < 0.16) & (np.abs(forward) < 0.13) & (outward > 0.1) & (outward < 0.31)
     return (near & (up > -0.46) & (up < -0.25)).all(1)
 
 
 def _crossed(f):
-    """The hands have passed each other in front of the chest: the forearms cross."""
+    """Return whether the hands have passed each other in front of the chest (crossed forearms)."""
     forward, outward, up = np.moveaxis(f["hand_at"], -1, 0)
     return (outward.sum(1) < -0.04) & ((forward > 0.1) & (up > -0.25) & (up < 0.2)).all(1)
 
 
 def _standing(f):
-    """On both feet, with the arms anywhere: "upright without falling" (the paper's appendix)."""
+    """Return whether the robot is on both feet: "upright without falling" (paper's appendix)."""
     return _stands(f) & _feet(f).all(1)
 
 
@@ -232,7 +232,7 @@ HUMANOID = {
 
 
 def _cart_pole(states):
-    """CartPole-v1's own rule: the angle at most 12 degrees, the cart at most 2.4 from the middle"""
+    """Apply CartPole-v1's rule: the pole within 12 degrees, the cart within 2.4 of the middle."""
     return (np.abs(states[:, 2]) <= math.radians(12)) & (np.abs(states[:, 0]) <= 2.4)
 
 
@@ -286,7 +286,7 @@ def task_for(env_id, target_prompts=()):
 
 
 def find_task(spec, env_id, target_prompts=()):
-    """Return the Task to judge by; `spec`: its name, FILE.py:FUNCTION, or None for `task_for`'s.
+    """Return the Task to judge by; `spec` is its name, FILE.py:FUNCTION, or None (`task_for`).
 
     The function gets states [B, S] float64 (MuJoCo: qpos and qvel; classic tasks: env.state) and
     returns [B] bool; its docstring is the criterion.
@@ -306,7 +306,7 @@ def find_task(spec, env_id, target_prompts=()):
 
 
 def _where(error):
-    """Return what an exception says, and the line that raised it."""
+    """Return the message of an exception and the line of code that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{one_line(error)} ({last.filename}, line {last.lineno}: {last.line})"
 
@@ -320,7 +320,7 @@ def _own_task(spec):
     loaded = [names for names in modules if names.get("__file__") == os.path.abspath(path)]
     try:
         names = loaded[0] if loaded else runpy.run_path(path)
-    except (Exception, SystemExit) as error:  # whatever somebody's file raises
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         problem = f"{_where(error)}; expected FILE.py:FUNCTION"
         raise UsageError(f"--judge {spec}: {problem}") from error
     if not callable(function := names.get(name)):
@@ -346,7 +346,7 @@ def _own_task(spec):
 def episode_judge(spec, env_id, target_prompts, state):
     """Return a function of states [T, N, S] -> success [N] bool: `spec` (--judge), or the judge of
     the humanoid's task with this prompt; None if there is neither. An episode succeeds if half of
-    its steps do, as in the paper. It is tried on one state [S], so that it does not fail later."""
+    its steps do, as in the paper. The judge is first tried on `state` [S], to find errors early."""
     if spec is None and (
         env_id in classic.CLASSIC_STATE_SIZES or not task_for(env_id, target_prompts)
     ):

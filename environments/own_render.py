@@ -10,7 +10,7 @@ import egl_render
 
 
 def moved_in_data(model: Any, data: Any) -> str:
-    """Name what in `data` is not at its place in its body, "geoms" or "sites", "" for nothing."""
+    """Return which parts in `data` are not at their place in their body: "geoms", "sites" or ""."""
     for kind in "geom", "site":
         body, place_in_it = getattr(model, f"{kind}_bodyid"), getattr(model, f"{kind}_pos")
         axes = data.xmat[body].reshape(-1, 3, 3)
@@ -22,11 +22,11 @@ def moved_in_data(model: Any, data: Any) -> str:
 
 def why_own_render(make: Any) -> str:
     """Return why a task has to be drawn by its own render(), or "" if pictures can be drawn from
-    its states: nothing else may differ between two pictures.
+    its states, that is, if nothing else differs between two pictures.
 
-    This is tested: after three resets, a step and fifty steps, the model must look like a new
-    environment's, and the picture of the environment's own render() must be the state's, pixel for
-    pixel (only where there is OpenGL). Gymnasium's own MuJoCo tasks are not tested here.
+    This is tested after a reset, after one step and after fifty steps: the model must look like a
+    new environment's, and the environment's own render() must give the picture of the state, pixel
+    for pixel (only where there is OpenGL). Gymnasium's own MuJoCo tasks are not tested here.
 
     Args:
         make: called with no argument or with render_mode="rgb_array"; makes an environment.
@@ -64,9 +64,9 @@ def why_own_render(make: Any) -> str:
             return f"its model changes ({changed})"
         if moved := moved_in_data(model, data):
             return f"it moves {moved} in its data"
-        mujoco.mj_forward(model, data)  # a step leaves the places before it
+        mujoco.mj_forward(model, data)  # a step leaves the places from before the step
         if env.render_mode:
-            env.render()  # where MuJoCo centres an endless plane depends on the picture before
+            env.render()  # the centre of MuJoCo's endless planes depends on the last picture
             picture, viewer = env.render(), task.mujoco_renderer.viewer
             if viewer is None:
                 return "it does not draw with Gymnasium's MujocoRenderer"

@@ -32,7 +32,7 @@ from warp_render import WarpRenderer
 
 
 def make_task(env_id: str, **kwargs: Any) -> gym.Env:
-    """`gym.make`, but without the window that some tasks open by default."""
+    """Call `gym.make`, but without the window that some tasks open by default."""
     with contextlib.suppress(Exception):  # gym.make says what is wrong
         module, _, name = env_id.rpartition(":")
         if module:
@@ -47,7 +47,7 @@ def make_task(env_id: str, **kwargs: Any) -> gym.Env:
 
 @contextlib.contextmanager
 def errors_of_task(env_id: str) -> Any:
-    """Turn what somebody's task raises into a UsageError that says where it was raised."""
+    """Turn any error of a user's task into a UsageError that says where it was raised."""
     try:
         yield
     except UsageError:
@@ -85,15 +85,15 @@ def how_drawn(env_id: str) -> str:
 
 
 def describe_env(env_id: str, make: Any) -> tuple[gym.Space, np.ndarray | None, int]:
-    """Make an environment, and step and draw it once -> the action space, a state [S] float64, None
-    for a task that draws itself, and the size of an observation. Raises UsageError for whatever
+    """Make an environment, and step and draw it once -> the action space, a state [S] float64 (None
+    for a task that draws itself), and the size of an observation. Raises UsageError if anything
     fails."""
     with errors_of_task(env_id):
         env = make()
         env.reset(seed=0, options={"film": True})
         env.action_space.seed(0)
         info = env.step(env.action_space.sample())[-1]
-        env.close()  # there may be a task of which there can be only one
+        env.close()  # some tasks allow only one environment at a time
     return env.action_space, info.get("states"), env.observation_space.shape[0]
 
 
@@ -107,14 +107,14 @@ def check_drawing(args: Any, state: np.ndarray | None) -> None:
             if getattr(args, f"camera_{name}") not in (None, ()):
                 raise UsageError(f"--camera-{name}: {args.env_id} has no camera")
     size, suits = args.render_size, render_size_of(args.clip_model)
-    if args.reward == "clip" and (size or 0) > suits and suits != 480:  # 480: it names none
+    if args.reward == "clip" and (size or 0) > suits and suits != 480:  # 480: no size is named
         model = args.clip_model.removeprefix("local-dir:")
         warn(f"--render-size {size}: {model} is made for {suits}, which it gets without this flag")
 
 
 def own_picture(env: gym.Env, size: int, shape: tuple | None = None) -> np.ndarray:
     """Return the picture of the task's own render() [H, W, 3] uint8, at most `size` high and wide,
-    with black bars if `shape` is another than its own. Raises RunError if it gives none."""
+    with black bars if its shape is not `shape`. Raises RunError if render() gives no picture."""
     frame: Any = env.render()
     form = frame.shape[2:] if isinstance(frame, np.ndarray) and frame.dtype == np.uint8 else None
     if form not in ((), (1,), (3,), (4,)):
@@ -127,19 +127,19 @@ def own_picture(env: gym.Env, size: int, shape: tuple | None = None) -> np.ndarr
 
 def simulated_time(env: Any) -> float:
     """Return the time of MuJoCo's simulation in seconds, 0 for other tasks."""
-    data = vars(env.unwrapped).get("data")  # no property of the task's: it may do anything
+    data = vars(env.unwrapped).get("data")  # a property is not read: it may do anything
     mujoco: Any = sys.modules.get("mujoco")
     return data.time if mujoco and isinstance(data, mujoco.MjData) else 0.0
 
 
 class EndlessEpisodes(gym.Wrapper):
     """Episodes that never end by themselves: an early end would leak information about the task
-    (section 4.1 of the paper). `info`, which is pickled at every step, is reduced to what a picture
-    needs, "states" or "frames", and "success" where the task has a rule of its own.
+    (section 4.1 of the paper). `info`, which is pickled at every step, only keeps "states" or
+    "frames" for pictures, and "success" where the task has a rule of its own.
 
     Frames, [H, W, 3] uint8 of at most --render-size and all of the first one's shape, are rendered
-    at the steps that CLIP scores; those of a `filmed` environment at all steps of an episode that
-    began with reset(options={"film": True})."""
+    at the steps that CLIP scores. A `filmed` environment renders all steps of an episode that began
+    with reset(options={"film": True})."""
 
     def __init__(self, env: gym.Env, args: Any, by_state: bool, filmed: bool) -> None:
         super().__init__(env)
@@ -158,7 +158,7 @@ class EndlessEpisodes(gym.Wrapper):
                 raise RunError(f"its observation has the shape {shape}, not {wanted}")
             return result
         except (Exception, SystemExit) as error:
-            # one that cannot be pickled would make Gymnasium wait for ever
+            # an error that cannot be pickled would make Gymnasium wait for ever
             raise failure("environment", error) from error
 
     def reset(self, *, seed=None, options=None):
@@ -198,7 +198,7 @@ def make_endless(args: Any, by_state: bool, filmed: bool = False, **kwargs: Any)
 
     Args:
         by_state: whether its pictures are drawn from states, that is `not why_own_render(..)`.
-        filmed: whether a film shows it.
+        filmed: whether videos show this environment.
         kwargs: for `gym.make`.
     """
     if multiprocessing.parent_process() is not None:
@@ -213,7 +213,7 @@ def make_endless(args: Any, by_state: bool, filmed: bool = False, **kwargs: Any)
             kwargs["render_mode"] = "rgb_array"
         try:  # True would make v4 tasks pay the healthy reward in every state
             env = make_task(args.env_id, terminate_when_unhealthy=False, **kwargs)
-        except Exception:  # a task without health
+        except Exception:  # a task without this flag
             env = make_task(args.env_id, **kwargs)
     flat = False
     with contextlib.suppress(NotImplementedError):  # a space of the package's own, such as words
@@ -227,7 +227,7 @@ def make_endless(args: Any, by_state: bool, filmed: bool = False, **kwargs: Any)
 
 
 def environment_process(index, make, pipe, parent_pipe, memory, errors, *more):
-    """Run Gymnasium's worker, which would print a traceback when the script is gone, or when the
+    """Run Gymnasium's worker, but without its traceback when the script is gone, or when the
     environment cannot be made."""
     from gymnasium.vector.async_vector_env import _async_worker
 
@@ -249,11 +249,11 @@ def make_vector_env(args: Any, thunks: list) -> gym.vector.VectorEnv:
     modes: dict = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
     if len(thunks) == 1 or args.env_id in classic.TASKS:
         return gym.vector.SyncVectorEnv(thunks, **modes)
-    if len(tempfile.gettempdir()) > 60:  # a socket's path, here the forkserver's, may have 107
+    if len(tempfile.gettempdir()) > 60:  # the forkserver's socket: a path of at most 107 characters
         tempfile.tempdir = "/tmp"
-    # forkserver: processes share what is imported once, and inherit neither CUDA nor threads
+    # forkserver: processes share the modules below, and inherit neither CUDA nor threads
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
-    if 60_000_000 * len(thunks) > free_memory():  # of each, measured: 73 MB
+    if 60_000_000 * len(thunks) > free_memory():  # bytes of each process; measured: 73 MB
         raise UsageError(f"--num-envs {len(thunks)}: too little memory for so many processes")
     before = set(multiprocessing.active_children())
     with stop_signals_blocked():
@@ -262,7 +262,7 @@ def make_vector_env(args: Any, thunks: list) -> gym.vector.VectorEnv:
             envs = gym.vector.AsyncVectorEnv(thunks, **modes)
         except (EOFError, ConnectionError) as error:
             raise RunError("an environment's process died while starting") from error
-        finally:  # some may live although another one could not be made
+        finally:  # some processes may live although another one could not be made
             children.extend(set(multiprocessing.active_children()) - before)
     waits: Any = envs
     waits.reset_wait = functools.partial(envs.reset_wait, timeout=TIMEOUT)
@@ -273,8 +273,8 @@ def make_vector_env(args: Any, thunks: list) -> gym.vector.VectorEnv:
 def make_renderer(
     args: Any, device: Any = "cpu", size: int | None = None, camera: Any = None
 ) -> Any:
-    """Make what draws states on a device, at --render-size or another `size`, as a `Scorer` wants
-    it. Settings of a MuJoCo task's camera that no flag gives come from `camera`, an
+    """Make a renderer of states on a device, at --render-size or another `size`, for a `Scorer`.
+    Settings of a MuJoCo task's camera that no flag gives come from `camera`, an
     egl_render.Camera, or are chosen by `egl_render.choose_camera`."""
     size = size or args.frame_size
     if args.env_id in classic.TASKS:

@@ -1,4 +1,4 @@
-"""Compare rewards: models, prompts and cameras with labels; alphas along one coordinate."""
+"""Compare rewards of models, prompts and cameras with labels, and alphas along a coordinate."""
 
 import csv
 import itertools
@@ -26,7 +26,7 @@ def compare(data, rows, truth, models, goals, alphas, camera_sets, resamples):
     "camera_azimuth", "auc", "auc_low", "auc_high", "epic", .., "gap", .., "rewards" [K]}].
 
     Args:
-        rows, truth: which states [K], and their labels [K]; AUC counts those above the mean as
+        rows, truth: which states [K], and their labels [K]; AUC counts labels above their mean as
             good. Intervals are bootstrapped over episodes.
         models: [RewardArgs]; goals and alphas as in `score`; camera_sets: [(number of view, ..)].
     """
@@ -83,8 +83,8 @@ def epic(data, task, labels, reward):
 
 def prompts(data, task, labels, reward, out, judge=None):
     """Compare the models, prompts and alphas of `reward` (Prompts) and the cameras of a dataset by
-    its labels: table, contact sheet, and the command that trains with the best, with `judge` as its
-    flag."""
+    its labels. Print a table and the command that trains with the best row and --judge `judge`, and
+    draw a contact sheet."""
     views = data.args.views
     targets, baselines = words_for(data, task)
     targets = reward.target_prompt or (*targets, *task.paraphrases)
@@ -110,14 +110,14 @@ def prompts(data, task, labels, reward, out, judge=None):
     title = "Green: good, red: not good. Rows: highest rewards; highest of not good; lowest of good"
     cells = map(figures.framed, frames, words, good[shown])
     figures.write_sheet(out / "states.png", cells, title=title)
-    say(f"wrote {out}/prompts.csv ({len(table)} rows), states.png, which shows for the best row")
-    say("ten states each: highest rewards, highest among those not good, lowest among the good")
+    say(f"wrote {out}/prompts.csv ({len(table)} rows) and states.png: for the best row, it shows")
+    say("the ten highest rewards, the ten highest of states not good, the ten lowest of good ones")
     found = {"target_prompt": best["prompt"], "reward_alpha": best["reward_alpha"]}
     found["clip_model"] = best["model"]
     found["baseline_prompt"] = models[0].baseline_prompt if best["reward_alpha"] else ()
     found["judge"] = judge
     if task.name in judges.HUMANOID and best["prompt"] != task.target_prompt:
-        found["judge"] = task.name  # the script knows it only by the paper's prompt
+        found["judge"] = task.name  # the script finds the judge only by the paper's prompt
     say_worth()
     say("train with the best:", f"    {training_command(data.args, found)}")
 
@@ -126,7 +126,7 @@ WORTH = Path(__file__).with_name("worth.csv")  # benchmarks/worth.py fills in au
 
 
 def say_worth():
-    """Print how well such numbers predicted the success of policies that were trained here."""
+    """Print how well AUC, EPIC distance and gap predicted the success of trained policies."""
     with WORTH.open(newline="") as file:
         rows = list(csv.DictReader(file))
     tasks, index = np.unique([row["task"] for row in rows], return_inverse=True)
@@ -162,7 +162,7 @@ def training_command(args, found):
 
 
 SWEEPS = (  # one coordinate from end to end, all others are zero
-    # environment, textured, its name and unit, from, to, index in the state, goal
+    # environment, textured, the coordinate's name and unit, from, to, index in the state, goal
     ("CartPole-v1", False, "pole angle (rad)", -np.pi, np.pi, 2, 0.0),
     ("MountainCar-v0", False, "position", -1.2, 0.6, 0, classic.MOUNTAIN_GOALS["MountainCar-v0"]),
     ("MountainCar-v0", True, "position", -1.2, 0.6, 0, classic.MOUNTAIN_GOALS["MountainCar-v0"]),

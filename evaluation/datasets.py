@@ -1,4 +1,4 @@
-"""A dataset: states, what is known of them, and what they were made from, in one .npz file.
+"""A dataset: states, the facts known about them, and their origin, in one .npz file.
 
 Pictures are not part of it: a picture is a function of a state, drawn when it is needed. Labels
 and all results are in the folder of the same name, data/kneeling/.
@@ -28,13 +28,13 @@ class Dataset:
     """All arrays have one row for each of N states."""
 
     args: Any  # Args of a script: the task of these states, its prompt and judge, their pictures
-    made: dict  # what they were made from: "source" (run, uniform, poses), seed, ..
+    made: dict  # the origin of the states: "source" (run, uniform, poses), seed, ..
     states: np.ndarray  # [N, S] float64
     episode: Any = None  # [N] int
     step: Any = 0  # [N] int, in the episode, from 0
     checkpoint_step: Any = -1  # [N] int, -1: from no checkpoint
     env_reward: Any = np.nan  # [N] the environment's own reward, NaN where unknown
-    success: Any = -1  # [N] its episode's, by the task's own rule; -1: it has none
+    success: Any = -1  # [N] of its episode, by the task's own rule; -1: there is no rule
     pose: Any = ""  # [N] str, "" where unknown
     path: Path = Path("dataset.npz")
 
@@ -66,8 +66,8 @@ def save_dataset(dataset, path):
 
 
 def load_dataset(path, own=None) -> Dataset:
-    """Read a file that `save_dataset` wrote. Raises UsageError for anything else, and as `args_of`
-    for code that `own` (an Own) does not name."""
+    """Read a file that `save_dataset` wrote. Raises UsageError for any other file and, as `args_of`
+    does, for code that `own` (an Own) does not name."""
     path = Path(path)
     try:
         with np.load(path) as file:
@@ -92,7 +92,7 @@ def play(args, paths, episodes, key, explore=False, every=1, made=()):
     """Play episodes of each checkpoint in `paths` and keep every `every`-th step -> Dataset.
 
     Args:
-        key: (seed, number of the use), which determines the starts; training never uses them.
+        key: (seed, number of the use), which determines starts that training never uses.
         made: what else to record about the dataset's origin.
     """
     parts, (seed, use) = [], key
@@ -108,8 +108,8 @@ def play(args, paths, episodes, key, explore=False, every=1, made=()):
 
 def uniform_columns(env_id, count, seed):
     """Draw states uniformly -> columns of a Dataset. CartPole: the track, all angles, velocities up
-    to 2 (no picture shows them); MountainCar: its observation space. Their own rewards are known,
-    except for MountainCarContinuous, whose reward depends on the action."""
+    to 2 (no picture shows them); MountainCar: its observation space. The tasks' own rewards are
+    known, except MountainCarContinuous's, which depends on the action."""
     if env_id not in CLASSIC_STATE_SIZES:
         raise UsageError(f"--env-id {env_id}: choose from {', '.join(CLASSIC_STATE_SIZES)}")
     high = [2.4, 2.0, np.pi, 2.0] if env_id == "CartPole-v1" else [0.6, 0.07]
@@ -131,7 +131,7 @@ def results_folder(path):
 
 
 def write_csv(path, columns, rows):
-    """Write rows, each {column: value}, as a CSV file; a kill or a full disk leaves the old one.
+    """Write rows, each {column: value}, as a CSV file; a kill or a full disk leaves the old file.
     Raises RunError."""
     file = io.StringIO(newline="")
     writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
@@ -157,7 +157,7 @@ def label_rows(path):
     try:
         text = data.decode("utf-16" if utf_16 else "utf-8-sig")
     except UnicodeDecodeError:
-        text = data.decode("cp1252", "replace")  # Excel's in western Europe
+        text = data.decode("cp1252", "replace")  # Excel's encoding in western Europe
     head = next(filter(str.strip, text.splitlines()), "")
     form = {"delimiter": max(",;\t", key=head.count), "skipinitialspace": True, "strict": True}
     try:
@@ -182,7 +182,7 @@ def label_rows(path):
 
 
 def rows_about(path, dataset, task):
-    """Return the rows of a file of labels that are about a dataset and task, as `label_rows`."""
+    """Return the rows of a file of labels that are about a dataset and task: {line: row}."""
     about = dataset.path.stem, task
     rows = label_rows(path)[1].items()
     return {k: x for k, x in rows if (x["dataset"].removesuffix(".npz"), x["task"]) == about}
@@ -216,8 +216,8 @@ def labellers(path, dataset, task):
 
 
 def labels_of(source, dataset, task):
-    """Return what `source` ("judge", "env", or a CSV file of labels, which may be on whole
-    episodes) says of each state: ([N] float64, NaN where nothing; {episode: bool})."""
+    """Return the labels of `source` ("judge", "env", or a CSV file, which may label whole episodes
+    instead): ([N] float64, NaN for a state without a label; {episode: bool})."""
     if source == "judge":
         return task.judge(dataset.states).astype(np.float64), {}
     if source == "env":
@@ -231,8 +231,8 @@ def labels_of(source, dataset, task):
 
 
 def two_classes(source, dataset, task):
-    """As `labels_of` -> (rows with a label [K], their labels [K]). Raises UsageError if these are
-    all the same: no statistic is defined then."""
+    """Read labels as `labels_of` does -> (rows with a label [K], their labels [K]). Raises
+    UsageError if all labels are the same: no statistic is defined then."""
     values, _ = labels_of(source, dataset, task)
     rows = np.flatnonzero(np.isfinite(values))
     if len(np.unique(values[rows])) < 2:

@@ -46,13 +46,13 @@ def grid(cells, columns):
 
 
 def write_sheet(path, cells, columns=10, title=None):
-    """Write a contact sheet of pictures as from `framed`, as PNG, with a title above it."""
+    """Write pictures from `framed` as a contact sheet, a PNG file, with a title above it."""
     sheet = grid(list(cells), columns)
     Image.fromarray(titled(sheet, title) if title else sheet).save(path)
 
 
 def draw_sheet(path, args, states, captions, good):
-    """Draw states [N, S] as a script does with `args` and write a contact sheet of all."""
+    """Draw states [N, S] as a script does with `args` and write a contact sheet of them."""
     with closing(make_scorer(args)) as scorer:
         cells = map(framed, scorer.render(states, 120), captions, good)
         write_sheet(path, cells, 4 if args.views > 1 else 10)
@@ -62,8 +62,8 @@ def draw_sheet(path, args, states, captions, good):
 
 
 def moment(episode, t):
-    """Frame an episode's picture at step t (past its end: the last one): the border is the verdict
-    on the step, the words below are the verdict on the whole episode."""
+    """Frame an episode's picture at step t, or its last one if the episode is shorter. The border
+    is the verdict on the step; the words below are the verdict on the whole episode."""
     frames, steps, success = episode
     t, verdict = min(t, len(frames) - 1), "success" if success else "failure"
     known = np.isfinite(steps[t])  # NaN where only the whole episode has a verdict

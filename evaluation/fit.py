@@ -23,7 +23,7 @@ from reward_head import FLAGS, Head, load_head
 from training.run import checkpoints, say, write
 
 STRENGTHS = 10.0 ** np.arange(-1, 4)  # C of the logistic regression, from weak fits to strong
-SIZES = 25, 50, 100, 200  # numbers of labels of the learning curve
+SIZES = 25, 50, 100, 200  # numbers of labels in the learning curve
 
 
 class Labelled:
@@ -55,8 +55,8 @@ class Labelled:
         return [(rows, out) for rows, out in pairs if 0 < self.good[rows].sum() < len(rows)]
 
     def held_out(self, fit):
-        """Return the logit of each label [K] by `fit` (Labelled -> weight, bias) of the other
-        folds, NaN where these are too few."""
+        """Return the logit of each label [K] from a `fit` (Labelled -> weight, bias) to the other
+        folds, NaN where these have too few labels."""
         logits = np.full(len(self), np.nan)
         for rows, out in self.folds:
             try:
@@ -75,7 +75,7 @@ class Labelled:
         """Return the index of the most regularised fit that ranks the labels about as well as the
         best: its AUC, a mean over folds, is lower by at most one standard error of this difference
         (the rule of Breiman et al. 1984). `trials`: held-out logits [S, K], the most regularised
-        first. Folds with labels of one kind do not count; without two others it is 0."""
+        first. Folds with labels of one kind do not count; with fewer than two others, return 0."""
         found = [[auc(logits[out], self.good[out]) for logits in trials] for _, out in self.folds]
         found = np.array([row for row in found if np.isfinite(row).all()])
         if len(found) < 2:
@@ -102,8 +102,8 @@ def fit_head(labelled):
     visits states that nobody labelled and exploits the errors of a less regularised fit. All labels
     have the same weight: where good states are rare, a larger weight would amplify wrong labels. A
     second regression calibrates the logits (Platt 1999): otherwise a head that ranks well gives
-    only 0 and 1, a reward that shows no progress. In it both classes have the same weight, or a
-    rare pose would get almost no reward.
+    only 0 and 1, a reward that shows no progress. In the second regression both classes have the
+    same weight, or a rare pose would get almost no reward.
     """
 
     def fit_with(strength):
@@ -137,13 +137,13 @@ def learning_curve(labelled, repeats=3):
 
 
 def fit(parts, model, out, judge=None):
-    """Fit a head to the labels of datasets and write it to `out`. Print its AUC beside that of the
-    words, the learning curve, and the command that trains with it; draw its worst errors.
+    """Fit a head to the labels of datasets and write it to `out`. Print its AUC and the prompts'
+    AUC, the learning curve, and the command that trains with it; draw its worst errors.
 
     Args:
         parts: [(Dataset, judges.Task or None, labels as in `labels_of`)].
-        model: RewardArgs of the model to embed with, and of the words to compare with.
-        judge: the flag --judge of the command.
+        model: RewardArgs of the model to embed with, and of the prompts to compare with.
+        judge: the value of --judge in the command.
     """
     sheet = out.with_suffix(".png")
     for path in (out, sheet):
@@ -172,9 +172,9 @@ def fit(parts, model, out, judge=None):
     embeddings, clip = embed(model, data.args, states)  # [K, V, D]
     features = embeddings.reshape(len(states), -1).astype(np.float64)
     labelled = Labelled(features, good, np.unique(episodes, return_inverse=True)[1])
-    import sklearn.linear_model  # noqa: F401  (the limit is one of libraries that are loaded)
+    import sklearn.linear_model  # noqa: F401  (the limit needs its libraries to be loaded)
 
-    with threadpool_limits(1):  # many small products: beside other work threads only wait
+    with threadpool_limits(1):  # many small products: on a busy machine, more threads only wait
         (weight, bias), logits = fit_head(labelled), labelled.held_out(fit_head)
         curve = learning_curve(labelled)
     known = labelled[np.isfinite(logits)]
@@ -207,7 +207,7 @@ def fit(parts, model, out, judge=None):
     wanted = {"reward_head": str(out), "clip_model": model.clip_model, "judge": judge}
     wanted |= {"target_prompt": (), "baseline_prompt": ()}
     command = training_command(data.args, wanted)
-    for part, *_ in parts:  # the second round goes on from the policy of the first
+    for part, *_ in parts:  # the second round continues with the policy of the first
         newest = list(checkpoints(part.made.get("run") or "nowhere").values())[:1]
         if part.args.reward_head and newest:
             script = os.path.relpath(script_of(part.args).__file__)
@@ -217,8 +217,8 @@ def fit(parts, model, out, judge=None):
 
 
 def least_sure(path, data):
-    """Return the rows of a Dataset, those first of which the head at `path` is least sure. It sees
-    them by its own cameras. Raises UsageError.
+    """Sort the rows of a Dataset by how sure the head at `path` is of them, the least sure first.
+    The head sees them through its own cameras. Raises UsageError.
 
     A head weighs both classes equally. Here its logits are corrected for how rare good states were
     among its labels: then twice as many of the states that are asked about are good.
@@ -240,8 +240,8 @@ def least_sure(path, data):
 
 
 def most_likely(name, data, task):
-    """Return the rows of a Dataset, those first that the model `name` scores highest with the
-    prompt of a judges.Task, or else of the dataset. Raises UsageError."""
+    """Sort the rows of a Dataset by the score of the model `name` with the prompt of a judges.Task,
+    or else of the dataset, the highest first. Raises UsageError."""
     prompts, _ = words_for(data, task)
     if not prompts:
         raise UsageError(f"--likely: neither {task.name} nor {data.path} has words to score by")

@@ -29,8 +29,8 @@ def has_verdict(args):
 
 
 def play_runs(chosen, episodes, judge, own):
-    """Play episodes of [(run, name of its checkpoint)] -> (judges.Task of the first, path for the
-    results in it, {name: Dataset}). Raises UsageError before anything slow starts."""
+    """Play episodes of [(run, name of its checkpoint)] -> (judges.Task of the first run, path in it
+    for the results, {name: Dataset}). Raises UsageError before anything slow starts."""
     all_args = [load_run(folder, own, stateless=not judge) for folder, _ in chosen]
     args, where = all_args[0], chosen[0][0]
     named = judge or args.judge or judges.task_for(args.env_id, args.target_prompt)
@@ -111,8 +111,8 @@ def success(task, out, played, labels, videos):
 
 
 def sheets(data, tasks, labels):
-    """Write contact sheets of 100 states, and for each task of 20 good states and 20 others at
-    random, in a new folder sheets."""
+    """Write a contact sheet of 100 states, and for each task one of 20 good states and 20 others at
+    random, to a new folder named sheets."""
     rng, rows = np.random.default_rng(0), np.linspace(0, len(data) - 1, min(len(data), 100))
     shown = {"states": (rows.astype(int), [None] * len(data))}
     for task in tasks:

@@ -47,8 +47,8 @@ def locked(folder):
 
 
 class Session:
-    """The frames or episodes (`unit`) of a dataset to label, `count` or all, and the CSV file of
-    answers. Their order is `order`, a list of their numbers, or else random and the same at every
+    """The frames or episodes (`unit`) of a dataset to label, `count` or all, and a CSV file of the
+    answers. They are in the order `order`, a list of numbers, or else random and the same at every
     start, so the labelled ones are an unbiased sample. Rows on other datasets and tasks are kept.
     Raises UsageError if the dataset has no episodes, or the file does not hold labels."""
 
@@ -57,16 +57,16 @@ class Session:
     def __init__(self, dataset, task, unit="frame", path=None, count=None, order=None, seed=0):
         self.dataset, self.task, self.unit, self.path = dataset, task, unit, Path(path)
         if unit == "episode" and dataset.made.get("source") != "run":
-            raise UsageError(f"{dataset.path} has single states and no episodes: --unit frame")
+            raise UsageError(f"{dataset.path} has single states and no episodes; use --unit frame")
         units = range(len(dataset)) if unit == "frame" else np.unique(dataset.episode).tolist()
         rng = random.Random(f"{dataset.path.stem}{seed or ''}")
         self.order = order or rng.sample(units, len(units))
         self.order = self.order[:count]
         there = self.path.exists()
-        self.table = label_rows(path) if there else (LABEL_COLUMNS, {})  # what the file held
+        self.table = label_rows(path) if there else (LABEL_COLUMNS, {})  # the file's last content
         known = read_labels(path, dataset, task.name) if there else {}
         asked = set(self.order)
-        # what was answered, or skipped (None), the last at the end
+        # the numbers that were answered or skipped (None), the last at the end
         self.answers = {k: label for k, label in known.get(unit, {}).items() if k in asked}
         self.lock = threading.Lock()
 
@@ -77,7 +77,7 @@ class Session:
 
     def answer(self, index, label):
         """Save whether `index` meets the criterion (bool), or leave it for the end (None). An
-        answer to a picture that is no longer shown is dropped: a second press, or another window.
+        answer to a picture that is no longer shown (a second press, another window) is dropped.
         Raises UsageError if `index` is never asked for, and RunError, UsageError or OSError if the
         answer cannot be saved; then nothing has changed."""
         with self.lock:
@@ -117,7 +117,7 @@ class Session:
         return label
 
     def data_url(self, index, render):
-        """Return as data: URL a frame (PNG) or an episode (looping WebP, ten frames a second)."""
+        """Return a frame (PNG) or an episode (looping WebP, 10 frames a second) as a data: URL."""
         rows = [index] if self.unit == "frame" else self.dataset.rows(index)
         first, *others = map(Image.fromarray, render(self.dataset.states[rows]))
         file, kind = io.BytesIO(), "png" if self.unit == "frame" else "webp"
@@ -151,7 +151,7 @@ class PageServer(ThreadingHTTPServer):
         words = {"name": task.name, "unit": unit, "criterion": task.criterion + rule}
         page = string.Template(Path(__file__).with_suffix(".html").read_text())
         self.page = page.substitute({name: html.escape(text) for name, text in words.items()})
-        # large, for a person, whatever CLIP was shown
+        # pictures are large, for a person, whatever size CLIP was shown
         draw = functools.partial(scorer.render, size=480)
         self.image = functools.lru_cache(8)(lambda k: drawing.submit(session.data_url, k, draw))
 
@@ -165,14 +165,14 @@ class PageServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET of the URL is the page; POST of {"button": its name or "show", "index": the number that
-    is shown} to it does what the button says -> `PageServer.view`, or {"error": text}."""
+    """GET returns the page. POST of {"button": its name or "show", "index": the number that is
+    shown} does what the button says -> `PageServer.view`, or {"error": text}."""
 
     timeout = 10  # seconds for a request: all are small
 
     def allowed(self):
         """Return whether a request is for this URL and, if it may change something, from this page.
-        A name that somebody else made a name of this machine is not ours."""
+        A foreign host name that somebody points at this machine is refused."""
         host = self.headers.get("Host", "")
         ours = host.split(":")[0] in ("127.0.0.1", "localhost")
         itself = self.command == "GET" or self.headers.get("Origin") == f"http://{host}"

@@ -1,4 +1,4 @@
-"""How well a reward agrees with what is known of states: EPIC distance, AUC, gap; intervals."""
+"""Measure how well a reward agrees with labels of states: EPIC distance, AUC, gap; intervals."""
 
 import math
 import warnings
@@ -21,14 +21,14 @@ def epic_distance(x, y):
     arXiv 2310.12921), from their values x, y [N]: sqrt((1 - rho) / 2); NaN if one is constant.
 
     No canonical shaping (definition 4.1 of arXiv 2006.13900) is needed: from R(s, a, s') = f(s') it
-    only subtracts a constant, E f(S'), and correlation is invariant to that.
+    only subtracts a constant, E f(S'), and a constant does not change a correlation.
     """
     return math.sqrt((1 - pearson(x, y)) / 2)
 
 
 def auc(x, good):
     """Return the chance that a state with good [N] true has a higher x [N] than one without (ties
-    count half): 1 is perfect, 0.5 chance level, NaN if there are none of either kind."""
+    count half): 1 is perfect, 0.5 chance level, NaN if all states are of one kind."""
     from scipy import stats  # takes a second
 
     good = np.asarray(good, bool)
@@ -40,9 +40,9 @@ def auc(x, good):
 
 
 def gap(x, good):
-    """Return how much more good states [N] get than those that a policy would be drawn to: the mean
-    of x [N] over good states less that of the highest tenth of the others, in standard deviations
-    of x."""
+    """Return how much more reward x [N] good states get than the states that would attract a policy
+    instead: the mean of x over good [N] states minus its mean over the highest tenth of the others,
+    in standard deviations of x."""
     x, good = np.asarray(x, np.float64), np.asarray(good, bool)
     others = np.sort(x[~good])[::-1]
     if not good.any() or not len(others) or not x.std():
@@ -61,8 +61,8 @@ def interval(statistic, x, y, episodes, resamples=2000, seed=0):
     """Return `statistic(x, y)` of values [N] and its 95 % bootstrap interval: (value, low, high),
     NaN where undefined. Resamples in which it is undefined are left out.
 
-    Whole episodes are resampled (`episodes` [N] int says which one a state is from): states of an
-    episode are correlated, and resampling single ones would make the interval far too narrow.
+    Whole episodes are resampled (`episodes` [N] int is the episode of each state): states of an
+    episode are correlated, and resampling single states would make the interval far too narrow.
     """
     from scipy import stats  # takes a second
 

@@ -37,8 +37,8 @@ class Rewards(clip_reward.RewardArgs):
     tiny_clip"""
 
     def models(self, target_prompt, baseline_prompt):
-        """Return the RewardArgs of each model, checked, with the largest alpha and with these
-        prompts where none were given."""
+        """Return the checked RewardArgs of each model, with the largest alpha, and with these
+        prompts if the flags give none."""
         if not self.reward_alpha or not self.clip_model:
             raise UsageError("--reward-alpha, --clip-model: one of them has no value")
         values = vars(self) | {"reward_alpha": max(self.reward_alpha)}
@@ -120,9 +120,9 @@ def embed(model: clip_reward.RewardArgs, args, states):
 
 
 def through(make_reward, model, args, states):
-    """Draw states [N, S] as a script does with `args` -> what `make_reward` (as for a Scorer) makes
-    of them, on the first of the model's devices."""
-    args = replace(args, clip_model=model.clip_model)  # whose render size is the default
+    """Draw states [N, S] as a script does with `args` -> the results of `make_reward` (as for a
+    Scorer) for these pictures, on the first of the model's devices."""
+    args = replace(args, clip_model=model.clip_model)  # its render size is the default
     make_renderer = functools.partial(script_of(args).make_renderer, args)
     size = max(1, model.clip_batch_size // args.views)
     starts = tqdm(range(0, len(states), size), f"{size} states each", disable=None)
@@ -137,7 +137,7 @@ def count_parameters(name):
 
     options = {"load_weights": False, "pretrained_text": False, "device": "meta"}
     before = logging.root.manager.disable
-    logging.disable()  # open_clip warns of random weights; here are none at all
+    logging.disable()  # open_clip warns of random weights, but here there are no weights
     try:
         with torch.device("meta"):
             model = open_clip.create_model(clip_reward.resolve(name)[0], **options)

@@ -23,7 +23,7 @@ SCRIPTS = {script.__name__: script for script in (sac, dqn)}
 
 @dataclass(kw_only=True)
 class Own:
-    """Code of your own. None is run just because a run or a dataset names it."""
+    """Code of your own. It is not run merely because a run or a dataset names it."""
 
     script: Path | None = None
     """your changed copy of a script, if the run or dataset was made with it"""
@@ -38,20 +38,20 @@ def find_script(name, own, where):
     if stem in SCRIPTS and (path is None or path.stem != stem):
         return SCRIPTS[stem]
     if path is None:
-        how = f"to run it, type --script {name or 'FILE.py'}"
+        how = f"to run that script, type --script {name or 'FILE.py'}"
         raise UsageError(f"{where} was made by another script; {how}")
     sys.path.append(str(path.resolve().parent))  # where reward workers look for it, too
     try:
         script = importlib.import_module(path.stem)
         if not path.samefile(script.__file__):
             raise ImportError(f"{script.__file__} has the same name; rename the copy")
-    except Exception as error:  # whatever somebody's file raises
+    except Exception as error:  # a user's file may raise anything
         raise UsageError(f"--script {path}: {message_of(error)}") from error
     return script
 
 
 def script_of(args):
-    """Return the script whose Args these are."""
+    """Return the script that defines the class of these Args."""
     return sys.modules[type(args).__module__]
 
 
@@ -111,8 +111,8 @@ def make_scorer(args, cameras=None):
 
 
 def checkpoint_paths(run, names) -> list[Path]:
-    """Return the files of checkpoints: "best", numbers of steps, "all" numbers. Raises
-    UsageError."""
+    """Return the files of checkpoints by their names: "best", a number of steps, or "all" numbers.
+    Raises UsageError."""
     folder, steps = Path(run) / "checkpoints", sorted(checkpoints(run))
     names = [each for name in names for each in (steps if name == "all" else [name])]
     paths = [folder / ("best.pt" if name == "best" else f"step_{name}.pt") for name in names]

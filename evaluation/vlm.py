@@ -24,7 +24,7 @@ Pictures side by side are views of one moment. Answer with one word as JSON, {{"
 SCHEMA = {"type": "object", "required": ["answer"], "additionalProperties": False}
 SCHEMA["properties"] = {"answer": {"type": "string", "enum": ["yes", "no", "unsure"]}}
 FORMAT = {"name": "answer", "strict": True, "schema": SCHEMA}
-# the JSON that was asked for, or the word alone, after what a reasoning model has thought
+# the requested JSON, or only the word; the thoughts of a reasoning model may stand before it
 ANSWER = r"(?is)(\s*<think>.*</think>)?\W*(json)?\W*(answer\b\W*)?(?P<word>yes|no|unsure)\W*"
 
 

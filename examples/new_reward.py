@@ -69,7 +69,7 @@ class LinearHead(nn.Module):
 
 
 def make_renderer(device, size=64):
-    """Make what draws states; called in every worker."""
+    """Make the renderer of states; every worker calls this."""
     egl_render.setup_gl(device)  # before mujoco is imported
     from tiny_clip.poses import HUMANOID_XML
 

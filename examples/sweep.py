@@ -5,9 +5,9 @@ This compares sentences for CartPole and MountainCar: 18 runs, offline, 15 minut
     pip install ".[ray]"
     python examples/sweep.py
 
-This trains on the paper's tasks, with two runs per GPU, on all machines of a Ray cluster. They need
-this code in the same place, and share the folder of --out. Flags that are not the sweep's go to
-every run:
+This trains on the paper's tasks, with two runs per GPU, on all machines of a Ray cluster. These
+machines need this code in the same place, and share the folder of --out. Flags that are not the
+sweep's go to every run:
 
     python examples/sweep.py --tasks kneeling lotus splits --seeds 1 2 3 4 --gpus-per-run 0.5 \
         --out /shared/sweep --compile
@@ -88,7 +88,7 @@ class Training(tune.Trainable):
             return {"done": False}
 
     def cleanup(self):
-        self.process.terminate()  # it writes a checkpoint
+        self.process.terminate()  # the run then writes a checkpoint
         self.process.wait()
 
 

@@ -2,7 +2,7 @@
 
     python scenes/paint.py      # repaint sky, stone, metal, mountain_0.5, mountain_0.45 and car
 
-egl_render.py only loads the pictures. Any of them may be replaced by another of the same shape:
+egl_render.py only loads the pictures. You may replace any of them by another of the same shape:
 sky.png is MuJoCo's six skybox faces from top to bottom (right, left, up, down, front, back),
 stone.png and metal.png tile, car.png is CAR_SUPERSAMPLING times as large as it is shown, and a
 mountain follows Gymnasium's hill, with the flag at the x in its name.
@@ -39,8 +39,8 @@ def variation(rng, seed):
 
 
 def fractal_noise(rng, size, beta=1.7, cutoff=1.0):
-    """[size, size] float64 in [0, 1]: periodic noise with a 1/f^beta amplitude spectrum, made in
-    the Fourier domain; wavelengths above 1/cutoff of the tile are left out."""
+    """Return periodic noise [size, size] float64 in [0, 1] with a 1/f^beta amplitude spectrum, made
+    in the Fourier domain; wavelengths above 1/cutoff of the tile are left out."""
     frequency = np.hypot(*np.meshgrid(*[np.fft.fftfreq(size, 1 / size)] * 2))
     spectrum = np.fft.fft2(rng.standard_normal((size, size)))
     spectrum *= (frequency >= cutoff) / np.maximum(frequency, 1.0) ** beta
@@ -64,13 +64,13 @@ def as_bytes(rgb):
 
 
 def sample(image, line, column):
-    """Bilinear, periodic look-up of [H, W] at float coordinates."""
+    """Look up values of [H, W] at float coordinates, bilinearly and periodically."""
     return map_coordinates(image, [line, column], order=1, mode="grid-wrap")
 
 
 def paint_look(rng=None):
-    """Paint a textured MuJoCo scene, an `egl_render.Scene`: varied by `rng`, a np.random.Generator
-    (to train on), or the canonical one for None."""
+    """Paint a textured MuJoCo scene, an `egl_render.Scene`. A np.random.Generator `rng` varies the
+    scene (to train on); None gives the canonical one."""
     rng, around = variation(rng, seed=7)
     haze = around(Scene.haze, 0.06)
     # arguments are evaluated in this order, which fixes the order of the random draws
@@ -84,7 +84,7 @@ def paint_look(rng=None):
 
 
 def stone_texture(rng, tint, size=1024, rows=6):
-    """[size, size, 3] uint8: periodic weathered flagstones in irregular courses."""
+    """Paint periodic weathered flagstones in irregular courses: [size, size, 3] uint8."""
     wobble = size * 0.004
     y, x = np.mgrid[:size, :size].astype(float)
     x += wobble * (fractal_noise(rng, size, 1.4, 8) - 0.5) * 2
@@ -115,7 +115,7 @@ def stone_texture(rng, tint, size=1024, rows=6):
 
 
 def metal_texture(rng, tint, size=128):
-    """[size, size, 3] uint8: pale brushed metal with faint wear."""
+    """Paint pale brushed metal with faint wear: [size, size, 3] uint8."""
     brushed = np.repeat(rng.standard_normal((size, 1)), size, 1)
     wear = fractal_noise(rng, size, 1.3, 2)
     light = 1.0 + 0.02 * brushed + 0.12 * (wear - 0.5)
@@ -123,9 +123,9 @@ def metal_texture(rng, tint, size=128):
 
 
 def sky_texture(rng, cover, haze, zenith, size=512):
-    """[6 * size, size, 3] uint8: a cloudy sky over distant hills, as MuJoCo's six skybox faces
-    (right, left, up, down, front, back), seamless because the colour is one function of the
-    direction. cover is the share of the sky covered by clouds, 0 to 1."""
+    """Paint a cloudy sky over distant hills: [6 * size, size, 3] uint8, MuJoCo's six skybox faces
+    (right, left, up, down, front, back). They are seamless, because the colour is one function of
+    the direction. cover is the share of the sky covered by clouds, 0 to 1."""
     clouds = fractal_noise(rng, 512, 1.55, 2)
     ridge = 0.03 + 0.07 * np.interp(np.arange(0, 512, 0.25), np.arange(512), clouds[0], period=512)
     v, u = (np.mgrid[:size, :size] + 0.5) / size * 2 - 1
@@ -156,18 +156,18 @@ def sky_texture(rng, cover, haze, zenith, size=512):
 
 
 def ellipse(x, y, center_x, center_y, radius_x, radius_y):
-    """Approximate signed distance in units of x; negative inside."""
+    """Return the approximate signed distance to an ellipse in units of x; negative inside."""
     radius = np.hypot((x - center_x) / radius_x, (y - center_y) / radius_y)
     return (radius - 1) * min(radius_x, radius_y)
 
 
 def inside(distance, pixels=2):
-    """How much of each pixel is inside, 0 to 1; `pixels`: pixels per unit of the distance."""
+    """Return how much of each pixel is inside, 0 to 1; `pixels` is pixels per unit of distance."""
     return np.clip(0.5 - pixels * distance, 0, 1)
 
 
 def car_sprite():
-    """[H, W, 4] uint8: a red car from the side, facing right, enlarged CAR_SUPERSAMPLING times."""
+    """Paint a red car from the side, facing right, CAR_SUPERSAMPLING times as large: [H, W, 4]."""
     step = 1 / CAR_SUPERSAMPLING
     y, x = np.mgrid[0 : CAR_HEIGHT + 4 : step, 0 : CAR_WIDTH + 4 : step] - 2  # 2 px of margin
     y = CAR_HEIGHT - y  # upwards from the ground
@@ -196,9 +196,9 @@ def car_sprite():
 
 
 def mountain_scene(rng=None, goal=0.5):
-    """[600, 600, 3] uint8: MountainCar's hill as a landscape with a flag at x = goal, varied by
-    `rng` as `paint_look` is; rows 100 to 500 are Gymnasium's native picture. Rendered at twice the
-    size from a height field, front to back."""
+    """Paint MountainCar's hill as a landscape with a flag at x = goal: [600, 600, 3] uint8, varied
+    by `rng` as in `paint_look`. Rows 100 to 500 are Gymnasium's native picture. The landscape is
+    rendered at twice the size from a height field, front to back."""
     varied = rng is not None
     rng, around = variation(rng, seed=11)
     size, depth = 1200, 500  # pixels across, samples from the crest (0) to the viewer

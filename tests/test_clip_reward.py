@@ -904,7 +904,7 @@ def test_a_tower_that_overflows_in_half_precision_gets_bfloat16(
     monkeypatch.setitem(clip_reward.AUTO, "cpu", "fp16")
     clip = load_clip(name := f"local-dir:{tmp_path}/model")
     assert clip.dtype == {weight.dtype for weight in clip.model.visual.parameters()}.pop() == dtype
-    said = f"{name} overflows in fp16: its image tower is bf16\n"
+    said = f"{name} overflows in fp16: its image tower uses bf16\n"
     assert capsys.readouterr().out == (said if factor > 1 else "")
 
 

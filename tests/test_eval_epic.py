@@ -752,7 +752,7 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     broken = shutil.copytree(runs["good"], tmp_path / "c", ignore=ignored)
     best = broken / "checkpoints" / "best.pt"
     best.write_bytes(best.read_bytes()[:500])
-    assert "best.pt is damaged or no checkpoint" in message(broken)
+    assert "best.pt is damaged or not a checkpoint" in message(broken)
     shutil.copy(runs["humanoid"] / "checkpoints" / "best.pt", best)
     assert "best.pt is not a checkpoint of this run" in message(broken)
     assert not list(broken.glob("success*"))

@@ -160,7 +160,7 @@ def test_every_damage_is_noticed(done, damage, tmp_path):
     shutil.copy(done / "checkpoints/step_48.pt", path)
     load_checkpoint(path)
     damage(path)
-    with pytest.raises(clip_reward.UsageError, match="step_48.pt is damaged or no checkpoint"):
+    with pytest.raises(clip_reward.UsageError, match="step_48.pt is damaged or not a checkpoint"):
         load_checkpoint(path)
 
 
@@ -227,7 +227,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path):
             return os.system, (f"touch {tmp_path}/owned",)
 
     torch.save({"global_step": 1, "it": Evil()}, tmp_path / "step_1.pt")
-    with pytest.raises(clip_reward.UsageError, match="step_1.pt is damaged or no checkpoint"):
+    with pytest.raises(clip_reward.UsageError, match="step_1.pt is damaged or not a checkpoint"):
         load_checkpoint(tmp_path / "step_1.pt")
     assert not (tmp_path / "owned").exists()
 

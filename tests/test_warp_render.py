@@ -163,7 +163,7 @@ def test_what_warp_misses_is_one_line_and_stderr_stays(monkeypatch, tmp_path, ca
     monkeypatch.setattr(warp, "get_cuda_toolkit_version", old((13, 0)))
     for driver, said in ((12, 4), "12.4"), (None, "none"):
         monkeypatch.setattr(warp, "get_cuda_driver_version", old(driver))
-        line = f"is made for CUDA 13.0, the driver has {said}; update the driver, or draw with "
+        line = f"needs CUDA 13.0, but the driver has {said}; update the driver, or draw with "
         assert line + "--renderer egl" in message("cuda:0")
     monkeypatch.setattr(warp_render.os, "access", lambda path, mode: False)
     assert "is read-only); set WARP_CACHE_PATH to a writable folder" in message()

@@ -1,5 +1,5 @@
 """What tiny_clip learns about CartPole and MountainCar: captions, how true each is of a state, and
-pictures. The counterpart of poses.py and of data.py's humanoid half.
+pictures. This is the counterpart of poses.py and of data.py's humanoid half.
 
     states = sample_states("cartpole", np.random.default_rng(0), 600)       # [600, 4] float64
     truth = truth_of("cartpole", states)                                    # dict of [600]
@@ -29,7 +29,7 @@ SCENES = {
 
 
 def sample_states(scene, rng, count):
-    """Sample states [count, 4 or 2] float64 at rest, everywhere, with more near the goal."""
+    """Sample states [count, 4 or 2] float64 at rest, everywhere, but more of them near the goal."""
     near = rng.random(count) < 0.4
     if scene == "cartpole":
         x = np.clip(rng.uniform(-2.6, 2.6, count), -2.4, 2.4)  # some at the ends of the track
@@ -46,8 +46,8 @@ def _bump(x, center, width):
 def truth_of(scene, states):
     """Return how true each concept of CAPTIONS is of states of a scene: dict of [B] in [0, 1].
 
-    Smooth, with one maximum at the goal and a slope that reaches far, as for the humanoid: an agent
-    needs to be told which of two bad states is nearer.
+    The truth is smooth, with one maximum at the goal and a slope that reaches far, as for the
+    humanoid: an agent needs to be told which of two bad states is nearer.
     """
     states = np.asarray(states, np.float64)
     zero = np.zeros(len(states))

@@ -5,7 +5,7 @@
 
 No picture has a caption of its own. CONCEPTS are C things that can be said of a picture, each in
 several wordings, and `truth` says how true each is of each picture, from 0 to 1. Where geometry
-cannot tell (is this heap sitting?) `weight` is 0 and nothing is learned.
+cannot tell (does a robot in a heap sit?), `weight` is 0 and nothing is learned.
 The humanoid is described here and in poses.py, CartPole and MountainCar in classic.py.
 Importing this module chooses the GL backend and imports mujoco.
 """
@@ -78,9 +78,9 @@ def degrees(facts):
     """Return how much of each of the paper's poses, and of lying, a state shows, from
     poses.describe(): dict of [B] in [0, 1].
 
-    Continuous in the state and rising along every path into the pose, because an agent in training
-    passes through all states on the path and has to be told which is nearer; but half of a pose
-    (one arm raised, one knee down, a lean) counts little, or the agent would stay there.
+    They are continuous in the state and rise along every path into the pose, because an agent in
+    training passes through all states on the path and has to be told which is nearer. But half of a
+    pose (one arm raised, one knee down, a lean) counts little, or the agent would stay there.
     """
     f = facts
     up = _ramp(f["up"], 0.7, 0.96) * _ramp(f["pelvis"], 0.55, 0.8) * _ramp(-f["off"], -0.35, -0.08)
@@ -112,7 +112,7 @@ def degrees(facts):
     crossed.append(np.interp(passed, [-0.05, 0.1, 0.3, 0.7], [1, 0.6, 0.3, 0]))
     lift, lying = abs(f["right_foot"] - f["left_foot"]), _ramp(-f["torso"], -0.6, -0.28)
     lying = lying * _ramp(-f["up"], -0.75, -0.3)
-    # without these a policy stops half-way: on a folded leg, on the small of its back
+    # without these factors a policy stops half-way: on a folded leg, on the small of its back
     straight = np.interp(
         np.maximum(f["right_bend"], f["left_bend"]), [0.2, 0.5, 1.6], [1, 0.85, 0.3]
     )
@@ -133,13 +133,13 @@ def degrees(facts):
     }
 
 
-SMOOTHING = 0.02  # of the targets in train.py, so that nothing is pushed apart without end
+SMOOTHING = 0.02  # of the targets in train.py, so that logits do not grow without end
 TASK_COLUMNS = [CONCEPTS.index(name) for name in poses.TASKS]
 
 
 def task_truth(found):
     """Return truth [B, 8] of the paper's poses from the result of `degrees`. The loss pulls the
-    cosine to the logit of its target: with these targets it is linear in the degree."""
+    cosine to the logit of its target: with these targets the cosine is linear in the degree."""
     degree, end = np.stack([found[name] for name in poses.TASKS], 1), np.log(1 / SMOOTHING - 1)
     target = 1 / (1 + np.exp(end * (1 - 2 * degree)))
     return (target - SMOOTHING) / (1 - 2 * SMOOTHING)
@@ -154,9 +154,9 @@ GEOMETRY = 30  # columns of `geometry`
 
 
 def geometry(qpos):
-    """Return what train.py predicts from a picture besides its captions, for states qpos [B, 24]:
-    the facts of poses.describe; of left and right the larger and the smaller value, which mirroring
-    does not change. [B, G] float64, lengths in m."""
+    """Return the numbers that train.py predicts from a picture besides its captions, for states
+    qpos [B, 24]: the facts of poses.describe, but of left and right the larger and the smaller
+    value, which mirroring does not change. [B, G] float64, lengths in m."""
     facts, columns = poses.describe(qpos), []
     for name, values in facts.items():
         side, _, part = name.partition("_")
@@ -169,7 +169,7 @@ def geometry(qpos):
 
 
 def _family(concepts):
-    """Weights [C]: 1 for a picture's own concepts, little for others, which are easy to tell."""
+    """Return weights [C]: 1 for a scene's own concepts, less for others, which are easy to tell."""
     return np.array([1.0 if concept in concepts else 0.15 for concept in CONCEPTS])
 
 
@@ -183,11 +183,11 @@ def truth_of(names, qpos):
     weight = np.tile(_family(HUMANOID_CAPTIONS), (len(qpos), 1))
     sampled, truth[:, TASK_COLUMNS] = truth[:, TASK_COLUMNS], task_truth(d)
     truth[:, TASK_COLUMNS] = np.maximum(truth[:, TASK_COLUMNS], 0.95 * (sampled == 1))
-    # these vary too much for a fixed row: use geometry, where it can tell
+    # these kinds vary too much for a fixed row: use geometry, where it can tell
     unnamed, falling, contorted = (names == kind for kind in ("various", "falling", "contorted"))
     various = unnamed | falling | contorted
     geometry = {concept: d[concept] for concept in ("lying", "lying_back", "lying_front")}
-    falls = poses.is_pose("falling", facts) & (facts["up"] <= 0.85)  # or it may yet catch itself
+    falls = poses.is_pose("falling", facts) & (facts["up"] <= 0.85)  # else it may catch itself
     at_rest = ("standing", "kneeling", "lying_back", "lying_front")
     rests = [poses.is_pose(name, facts) for name in at_rest]
     geometry["falling"] = np.where(unnamed, falls, falling)
@@ -219,8 +219,8 @@ def _turned(qpos, rng, facing=0.6):
 
 
 def _path_truth(start, goal, t, qpos):
-    """Return (truth, weight) along a blend: 1 - t times start's truth plus t times goal's, but by
-    geometry for the paper's poses. Concepts other than these and "robot" count little."""
+    """Return (truth, weight) along a blend: 1 - t times start's truth plus t times goal's. Geometry
+    gives the truth of the paper's poses; concepts other than these and "robot" count little."""
     (a, _), (b, _) = truth_of([start] * len(qpos), qpos), truth_of([goal] * len(qpos), qpos)
     truth = (1 - t[:, None]) * a + t[:, None] * b
     weight = np.tile(0.3 * _family(HUMANOID_CAPTIONS), (len(qpos), 1))
@@ -238,8 +238,8 @@ def policy_states(held_out=False):
 
 
 def draw_states(rng, count):
-    """Draw states of every kind and what is true of them: qpos [count, 24], truth [count, C],
-    weight [count, C], all float64."""
+    """Draw states of every kind and their truth: qpos [count, 24], truth [count, C] and weight
+    [count, C], all float64."""
     source, parts = poses.SOURCES, []
     todo = {kind: round(share * count) for kind, share in source["shares"].items()}
 
@@ -286,7 +286,7 @@ SIZES = {64: 0.36, 96: 0.42, 128: 0.16, 224: 0.06}  # px, by MuJoCo Warp
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Pictures of one scene. `full`: share drawn at 480 px by EGL, with multisampling."""
+    """Pictures of one scene. EGL draws the share `full` of them at 480 px, with multisampling."""
 
     seed: int
     scene: str
@@ -295,7 +295,7 @@ class Job:
 
 
 def scene_model(scene, rng):
-    """A fresh mujoco.MjModel of a scene of SCENES."""
+    """Return a new mujoco.MjModel of a scene in SCENES."""
     if scene == "plain":
         return mujoco.MjModel.from_xml_path(poses.HUMANOID_XML)
     look = paint.paint_look(rng) if scene == "varied" else None
@@ -304,7 +304,7 @@ def scene_model(scene, rng):
 
 @functools.cache
 def environment_camera():
-    """The camera of Humanoid-v5's own render()."""
+    """Return the camera of Humanoid-v5's own render()."""
     return egl_render.env_camera(gymnasium.make("Humanoid-v5"))
 
 
@@ -334,7 +334,7 @@ def _draw_humanoid(job, rng):
     qpos, truth, weight = draw_states(rng, job.count)
     cameras = [_camera(job.scene, rng) for _ in range(job.count)]
     for q, camera in zip(qpos, cameras, strict=True):
-        if camera.track_body < 0:  # Gymnasium's looks at the origin
+        if camera.track_body < 0:  # Gymnasium's camera looks at the origin
             q[:2] *= 0.1
     sizes = rng.choice(list(SIZES), job.count, p=list(SIZES.values()))
     sizes[: round(job.full * job.count)] = 480

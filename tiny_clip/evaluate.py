@@ -1,10 +1,10 @@
-"""Held-out figures of tiny_clip, or of any CLIP on the same states, as Markdown.
+"""Print held-out figures of tiny_clip, or of any CLIP on the same states, as Markdown.
 
     python tiny_clip/evaluate.py > tiny_clip/figures.md
     python tiny_clip/evaluate.py --clip-model ViT-B-32/laion2b_s34b_b79k
 
-States come from seeds that training never saw, pictures and rewards from the same code that a run
-uses. Exit code 1: the embedded model breaks a promise.
+States come from seeds that training never saw, and pictures and rewards from the same code that a
+run uses. The exit code is 1 if the embedded model breaks a promise.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from warp_render import WarpRenderer
 # isort: on
 
 HERE = Path(__file__).resolve().parent
-# train.py uses 10 000 s + i for its seed s; those from 2 000 000 to 2 000 002 and from 5 000 000 to
-# 5 000 003 decided which weights to keep, so no figure comes from them
+# train.py uses 10 000 s + i for its seed s. The values 2 000 000 to 2 000 002 and 5 000 000 to
+# 5 000 003 decided which weights to keep, so no figure comes from these.
 SEED = 6_000_000
 PROMPTS = {name: data.CAPTIONS[name][0].format(data.SUBJECT)
            for name in (*poses.TASKS, "lying", "robot", "upright", "peak")}  # fmt: skip
@@ -57,9 +57,9 @@ def make_judge(clip_model, device="cpu"):
 
 
 def auc(scores, truth, weight):
-    """Area under the ROC curve of one concept's scores [B]: the chance that a state where it is
-    true (truth [B] at least 0.6) scores above one where it is not (at most 0.3). States between
-    these, or unknown (weight [B] not 1), are left out. NaN if there are none of either kind."""
+    """Return the area under the ROC curve of a concept's scores [B]: the chance that a state where
+    it is true (truth [B] at least 0.6) scores above one where it is not (at most 0.3). States
+    between these, or unknown (weight [B] not 1), are left out. NaN if one kind is missing."""
     known = (weight == 1) & ((truth >= 0.6) | (truth <= 0.3))
     return metrics.auc(scores[known], truth[known] >= 0.6)
 

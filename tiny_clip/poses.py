@@ -7,8 +7,8 @@
 
 A pose has a few templates (poses.toml), joint angles in degrees by their names in humanoid.xml. A
 sample is one of them, jittered, half of the time mirrored, put on the floor and settled in MuJoCo
-with the joints held by springs. The body has no wrists or ankles and narrow hips: legs split to 126
-degrees, lotus knees stay 12 to 18 cm above the floor, arms cross in front of the chest.
+with the joints held by springs. The body has narrow hips and no wrists or ankles: legs split to 126
+degrees, lotus knees stay 12 to 18 cm above the floor, and arms cross in front of the chest.
 """
 
 import functools
@@ -32,14 +32,14 @@ SETTLE_STEPS = 60  # of 4 ms: enough to fall from one knee onto both
 
 @functools.lru_cache(1)
 def _world():
-    """Gymnasium's humanoid as it is: (model, data)."""
+    """Return Gymnasium's humanoid, unchanged: (model, data)."""
     model = mujoco.MjModel.from_xml_path(HUMANOID_XML)
     return model, mujoco.MjData(model)
 
 
 @functools.lru_cache(1)
 def _statue():
-    """The humanoid with every joint held by a stiff spring at model.qpos_spring: (model, data)."""
+    """Return the humanoid with stiff springs that hold it at model.qpos_spring: (model, data)."""
     model = mujoco.MjModel.from_xml_path(HUMANOID_XML)
     model.opt.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
@@ -51,7 +51,7 @@ def _statue():
 
 
 def rotate(quat, axis, angle):
-    """Unit quaternion [4] turned further by angle (radians) about a world axis [3]."""
+    """Return a unit quaternion [4] turned further by angle (radians) about a world axis [3]."""
     axis = np.asarray(axis, np.float64)
     by = np.r_[np.cos(angle / 2), np.sin(angle / 2) * axis / max(np.linalg.norm(axis), 1e-12)]
     out = np.empty(4)
@@ -60,7 +60,7 @@ def rotate(quat, axis, angle):
 
 
 def _at(qpos):
-    """The humanoid with its geometry at qpos [24]: (model, data)."""
+    """Return the humanoid with its geometry at qpos [24]: (model, data)."""
     model, data = _world()
     data.qpos[:] = qpos
     mujoco.mj_kinematics(model, data)
@@ -68,13 +68,13 @@ def _at(qpos):
 
 
 def _bottoms(model, data):
-    """Height of the lowest point of every geom but the floor, in m: [17]."""
+    """Return the height of the lowest point of every geom but the floor, in m: [17]."""
     half = model.geom_size[1:, 1] * (model.geom_type[1:] == mujoco.mjtGeom.mjGEOM_CAPSULE)
     return data.geom_xpos[1:, 2] - half * abs(data.geom_xmat[1:, 8]) - model.geom_size[1:, 0]
 
 
 def _lean(model, data):
-    """Vector [3] from the middle of the foot or feet it stands on to the centre of mass, in m."""
+    """Return the vector [3] from the middle of the supporting feet to the centre of mass, in m."""
     mass = model.body_mass / model.body_mass.sum()
     feet = data.geom_xpos[[model.geom("right_foot").id, model.geom("left_foot").id]]
     return mass @ data.xipos - feet[feet[:, 2] < feet[:, 2].min() + 0.1].mean(0)
@@ -87,7 +87,7 @@ def put_down(qpos, height=0.0):
 
 
 def _draw(name, rng):
-    """One jittered template facing +x, not on the floor yet: qpos [24]."""
+    """Draw one jittered template facing +x, not on the floor yet: qpos [24]."""
     ranges = _world()[0].jnt_range[1:]
     qpos = np.zeros(24)
     if name == "contorted":
@@ -107,7 +107,7 @@ def _draw(name, rng):
     pitch, roll = np.radians(template.get("pitch", 0)) + tilt[0], tilt[1]
     qpos[7:] = np.clip(angles, ranges[:, 0], ranges[:, 1])
     qpos[3:7] = rotate(rotate([1, 0, 0, 0], [0, 1, 0], pitch), [1, 0, 0], roll)
-    if template.get("balance"):  # turned until the centre of mass is above what it stands on
+    if template.get("balance"):  # turned until the centre of mass is above the supporting feet
         lean = _lean(*_at(qpos))
         angle = np.arctan2(np.hypot(lean[0], lean[1]), lean[2])
         qpos[3:7] = rotate(qpos[3:7], np.cross(lean, [0, 0, 1]), angle)
@@ -119,7 +119,7 @@ def _draw(name, rng):
 
 
 def _mirror(qpos):
-    """The pose as a mirror shows it: left and right change places."""
+    """Return the pose as a mirror shows it: left and right change places."""
     out = qpos.copy()
     out[1] *= -1
     out[[4, 6]] *= -1  # roll and yaw
@@ -130,7 +130,7 @@ def _mirror(qpos):
 
 
 def _settled(name, rng, tries=200):
-    """One sample facing +x that passed its check: qpos [24]."""
+    """Draw samples facing +x until one passes its check: qpos [24]."""
     if name not in POSE_NAMES:
         raise ValueError(f"unknown pose {name!r}; one of: {', '.join(POSE_NAMES)}")
     model, data = _statue()
@@ -156,7 +156,7 @@ def _settled(name, rng, tries=200):
 
 
 def _face(qpos, yaw, shift):
-    """qpos [24] turned to heading yaw (radians) with the torso at shift [2] (m)."""
+    """Return qpos [24] turned by yaw (radians) with the torso at shift [2] (m)."""
     out = qpos.copy()
     out[3:7] = rotate(qpos[3:7], [0, 0, 1], yaw)
     out[:2] = shift
@@ -172,7 +172,7 @@ def turn_to(qpos, yaw):
 
 
 def sample(name, rng, n=1):
-    """n states of a pose: jittered template, random heading, settled on the floor.
+    """Sample n states of a pose: jittered template, random heading, settled on the floor.
 
     name: one of POSE_NAMES; rng: np.random.Generator. Returns qpos [n, 24] float64 (m, unit
     quaternion, radians); the lowest geom touches the floor ("falling": at most 5 cm above).
@@ -185,9 +185,9 @@ def sample(name, rng, n=1):
 
 
 def path(start, goal, t):
-    """Interpolate from one state [24] to another: qpos [K, 24] for t [K] in [0, 1].
+    """Interpolate from one state [24] to another, unsettled: qpos [K, 24] for t [K] in [0, 1].
 
-    Joint angles linear, torso orientation by slerp, the lowest geom on the floor; not settled.
+    Joint angles are linear in t, the torso turns by slerp, and the lowest geom is on the floor.
     """
     turn = np.empty(3)  # the short way round
     mujoco.mju_subQuat(turn, goal[3:7], start[3:7])
@@ -212,8 +212,8 @@ def _leaning(qpos, rng, share, most):
 
 
 def half(start, goal, rng):
-    """A state [24] between two others [24] in which the torso and each limb have gone a random part
-    of the way: one arm raised, one knee down, arms in front but not crossed. Half of them lean."""
+    """Return a state [24] between two others [24]: the torso and each limb have gone a random part
+    of the way (one arm raised, one knee down, arms not quite crossed). Half of the states lean."""
     t = np.clip(rng.uniform(-0.6, 1.6, 5), 0, 1)
     qpos = path(start, goal, t[:1])[0]
     for limb, s in zip(LIMBS, t[1:]):
@@ -222,8 +222,8 @@ def half(start, goal, rng):
 
 
 def near(pose, rng):
-    """A state [24] near another [24]: some limbs are turned by up to about 40 degrees in every
-    joint, as often the wrong way as the right one. `half` yields few of these."""
+    """Return a state [24] near another [24]: some limbs are turned by up to about 40 degrees in all
+    joints, as often the wrong way as the right one. `half` yields few such states."""
     qpos, ranges = pose.copy(), _world()[0].jnt_range[1:]
     for limb in LIMBS:
         if rng.random() < 0.5:
@@ -233,8 +233,8 @@ def near(pose, rng):
 
 
 def scattered(pose, rng):
-    """A state [24] like another [24], but with half of the limbs, at random, anywhere their joints
-    reach: an agent finds what `half` and `near` leave out."""
+    """Return a state [24] like another [24], but with half of the limbs, at random, anywhere their
+    joints reach: an agent finds the states that `half` and `near` leave out."""
     qpos, ranges = pose.copy(), np.vstack([np.zeros((7, 2)), _world()[0].jnt_range[1:]])
     for limb in LIMBS:
         if rng.random() < 0.5:
@@ -243,17 +243,17 @@ def scattered(pose, rng):
 
 
 def blend(goal_name, rng, t):
-    """`path` from a standing sample (t=0) into one of the goal pose (t=1), same heading."""
+    """Return the `path` from a standing sample (t=0) to a goal sample (t=1) with its heading."""
     start, goal = _settled("standing", rng), _settled(goal_name, rng)
     yaw, shift = rng.uniform(0, 2 * np.pi), rng.normal(0, 0.05, 2)
     return path(_face(start, yaw, shift), _face(goal, yaw, shift), t)
 
 
 def rollout_states(rng, n_episodes, length=100):
-    """States of random policies in Humanoid-v5 without termination: qpos [n_episodes, length, 24].
+    """Play random policies in Humanoid-v5 without termination: qpos [n_episodes, length, 24].
 
     Every second episode starts at the environment's reset and takes uniform actions. The others
-    take temporally correlated ones of random strength, half of them starting from a library pose.
+    take time-correlated actions of random strength, and half of them start from a library pose.
     """
     model, data = _world()
     low, high = model.actuator_ctrlrange.T
@@ -280,18 +280,18 @@ def rollout_states(rng, n_episodes, length=100):
 
 
 def describe(qpos):
-    """Geometric facts of states qpos [B, 24]: dict of float64 [B], lengths in m.
+    """Return geometric facts of states qpos [B, 24]: dict of float64 [B], lengths in m.
 
     torso, head, pelvis: heights of the centres of these geoms.
     up, front: z of the torso's up axis (1 upright) and front axis (1 on the back, -1 face down).
     rest: height of the lowest point of everything but feet and shins.
     trunk: the same of head, torso and waist.
-    off: horizontal distance from the centre of mass to the middle of the feet it may stand on.
+    off: horizontal distance from the centre of mass to the middle of the supporting feet.
     right_ and left_ each of:
         knee, foot, hand: heights of the lowest points.
         bend: angle of the knee in radians, 0 is straight.
         knee_fwd, knee_out, foot_fwd, foot_out: place relative to the pelvis, forward as the
-            torso faces and outward to that side; horizontal (no meaning where |up| is small).
+            torso faces and outward to that side; horizontal (meaningless if |up| is small).
         hand_x, hand_y, hand_z: place relative to the torso in its own axes: forward, outward
             to that side (negative: past the middle), up.
     """
@@ -327,8 +327,8 @@ def describe(qpos):
 
 
 def within(limits, facts):
-    """Whether states with these facts lie within limits, {fact: (low, high)} of both sides unless
-    one is named: bool [B]."""
+    """Return whether states with these facts lie within limits, {fact: (low, high)}: bool [B]. A
+    limit is for both sides unless it names one."""
     facts = dict(facts, lift=abs(facts["right_foot"] - facts["left_foot"]))
     facts["hands_y"] = facts["right_hand_y"] + facts["left_hand_y"]
     for side in ("right", "left"):
@@ -341,7 +341,7 @@ def within(limits, facts):
 
 
 def is_pose(name, facts):
-    """Whether states with these facts are clearly in a pose: bool [B]."""
+    """Return whether states with these facts are clearly in a pose: bool [B]."""
     good = within(CHECKS[name], facts)
     if name == "standing":
         good &= ~(is_pose("hands_on_hips", facts) | is_pose("arms_crossed", facts))

@@ -1,5 +1,5 @@
-"""Humanoid-v5 rewarded for a pose by geometry, without pictures, as a perfect CLIP would do.
-States of such runs are in hacked.npz. Where they succeed and CLIP's fail, CLIP is the limit.
+"""Humanoid-v5 rewarded for a pose by geometry, without pictures, as by a perfect CLIP.
+States of such runs are in hacked.npz. If they succeed and runs with CLIP fail, CLIP is the limit.
 
     python sac_clip_humanoid.py --env-id tiny_clip.teacher:HumanoidLotus-v0 --reward ground-truth \\
         --total-timesteps 64000
@@ -12,7 +12,7 @@ from tiny_clip import data, poses
 
 
 class HumanoidPose(HumanoidEnv):
-    """Humanoid-v5 whose reward is the pose's `data.degrees`, 0 to 1."""
+    """Humanoid-v5 whose reward is the pose's degree, 0 to 1, from `data.degrees`."""
 
     def __init__(self, pose, **kwargs):
         super().__init__(**kwargs)

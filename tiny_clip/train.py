@@ -4,7 +4,7 @@
     python tiny_clip/train.py --pictures 4800 --epochs 10 --out /tmp/try    # a quick try
     python tiny_clip/evaluate.py > tiny_clip/figures.md                     # held-out figures
 
-Writes open_clip_config.json and open_clip_model.safetensors (half precision): a folder that
+It writes open_clip_config.json and open_clip_model.safetensors (half precision) to a folder that
 open_clip loads as `local-dir:tiny_clip`. The loss is SigLIP's (a sigmoid for every pair of picture
 and caption), with soft targets from data.py instead of "this caption belongs to this picture".
 """
@@ -34,13 +34,13 @@ from tiny_clip import data
 HERE = Path(__file__).resolve().parent
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 MEAN, STD = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
-# Cosines are the reward, so they should span a wide range: with a large scale the network could
-# tell everything apart within a few hundredths.
+# Cosines are the reward, so they should span a wide range: with a large scale, cosines that differ
+# by a few hundredths would be enough for the loss.
 SCALE_RANGE = np.log([6.0, 12.0])
 REWORDINGS, CAPTIONS_PER_STEP = 30, 3  # per caption, drawn once; per concept and step
 COSINE_WEIGHT = 10.0  # of the cosines' squared errors, relative to the cross entropy
-OVERPAID_WEIGHT = 4.0  # factor on cosines that are too high: an agent seeks these out, and stays
-UNIFORMITY_WEIGHT = 0.05  # of the loss on similar pictures: they must differ beyond the captions
+OVERPAID_WEIGHT = 4.0  # factor on cosines that are too high: an agent seeks such states and stays
+UNIFORMITY_WEIGHT = 0.05  # of the loss that keeps pictures apart, also beyond the captions
 GEOMETRY_WEIGHT = 0.3  # of predicting hands, feet and knees from the picture
 EXACT_WEIGHT = 3.0  # of the first caption of each concept, which is in every step
 PER_JOB = 600  # pictures; a varied scene changes from job to job
@@ -142,7 +142,7 @@ def main():
     parser.add_argument("--pictures", type=int, default=36_000)
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.62, 0.23, 0.15],
-                        help=f"of the pictures in the scenes {', '.join(data.SCENES)}")  # fmt: skip
+                        help=f"shares of the scenes {', '.join(data.SCENES)}")  # fmt: skip
     parser.add_argument("--init", type=Path, help="folder of a model to continue from")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -169,8 +169,8 @@ def main():
         model, avg_fn=lambda old, new, n: old + (new - old) * max(0.005, 10 / (n + 10))
     )
     captions = caption_draws(args.seed, generator)
-    # Few pictures show where on a hip a hand belongs, but all show where the hands are: the last
-    # layer's input has to predict that too, by a linear map that is discarded afterwards.
+    # Few pictures show where on a hip a hand belongs, but all show where the hands are. The last
+    # layer's input has to predict these places by a linear map, which is discarded afterwards.
     features = []
     model.visual.layer4.register_forward_hook(lambda *call: features.append(call[-1].flatten(1)))
     tokens, channels = model.visual.attnpool.positional_embedding.shape  # places and their mean

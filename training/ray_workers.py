@@ -36,7 +36,7 @@ class Actor:
         self.setup, self.scorer = setup, None
 
     def call(self, method, *arguments):
-        """Do a job of a Pool, or "load" -> (how it draws, a line)."""
+        """Do a Pool's job -> its result, or "load" -> (how the actor draws, a line about it)."""
         try:
             self.scorer = self.scorer or workers.load(*self.setup)
             if method == "load":
@@ -51,8 +51,8 @@ LOAD = ("Ray actor", "load")  # a job with a name in place of a number
 
 class RayPool(workers.Pool):
     """A Pool of Ray actors: for "ray:N" N of them, for "ray" one per GPU of the cluster (per CPU if
-    it has no GPU), also on nodes that join later. The least busy one gets the next job; none
-    has more than two. A lost one is replaced where there is room; free actors repeat its jobs."""
+    it has no GPU), also on nodes that join later. The least busy actor gets the next job; none has
+    more than two. A lost actor is replaced if there is room, and free actors repeat its jobs."""
 
     def _start(self, make_renderer, make_reward, devices):
         self.ray, self.kind = connect_to_ray()
@@ -95,7 +95,7 @@ class RayPool(workers.Pool):
                 if self.answers:
                     return self.answers.popleft()
                 alive = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
-                if self.node not in alive:  # no actor of ours lives on
+                if self.node not in alive:  # then all of our actors have ended, too
                     raise RunError("Ray has ended on this machine")
             for actor in {actor for actor, job in self.calls.values() if job is not LOAD}:
                 self.ray.kill(actor)  # perhaps it hangs: the others are idle
@@ -105,7 +105,7 @@ class RayPool(workers.Pool):
     def _pump(self, seconds):
         """Hand out jobs and wait at most `seconds` for an answer."""
         busy = Counter(actor for actor, _ in self.calls.values())
-        busy.update(actor for actor, job in self.calls.values() if job is LOAD)  # counts for two
+        busy.update(actor for actor, job in self.calls.values() if job is LOAD)  # counts as two
         while self.jobs and (free := [actor for actor in self.workers if busy[actor] < 2]):
             actor, job = min(free, key=busy.__getitem__), self.jobs.popleft()
             self.calls[actor.call.remote(*job[1:])] = actor, job
@@ -122,11 +122,11 @@ class RayPool(workers.Pool):
             except self.ray.exceptions.RayError as error:
                 if job is not LOAD:
                     self.jobs.appendleft(job)
-                if actor in self.workers:  # the first of its calls to be lost
+                if actor in self.workers:  # this is the first of its calls that fails
                     run.warn(f"a Ray actor is gone ({message_of(error)}); its jobs are repeated")
                     self.workers.remove(actor)
                     self.lost += 1
-                    if self.lost > 2 * len(self.workers) + 3:  # perhaps a job ends its process
+                    if self.lost > 2 * len(self.workers) + 3:  # perhaps one job kills its actors
                         raise RunError(f"{self.lost} Ray actors in a row were lost") from error
                     self._grow()
 

@@ -67,19 +67,19 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
 
     @property
     def frame_size(self) -> int:
-        """Height and width of the frames in pixels: --render-size, or what suits the model."""
+        """Height and width of the frames in pixels: --render-size, or the size for the model."""
         return self.render_size or render_size_of(self.clip_model)
 
 
-# Flags that may be given with --resume: how long, where and how often, but not what is learned.
-# (DQN's schedules depend on --total-timesteps and stretch with it.)
+# These flags may be given with --resume. They say how long, where and how often, but not what is
+# learned. (DQN's schedules depend on --total-timesteps and stretch with it.)
 RESUME_MAY_CHANGE = set(
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size "
     "compile track judge runs_dir resume renderer".split()
 )
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Silence the resource tracker's leaked-semaphore warning: a process that ends at once leaves some.
+# Silence the resource tracker's warning of semaphores that a process leaves when it ends at once.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 children = []  # processes of reward workers and environments: they end with this one
 
@@ -97,7 +97,7 @@ CURVES = {  # the panels of TensorBoard's tab Custom Scalars, and of a run's pag
 
 
 def free_memory():
-    """Return the bytes that are free on this machine, at most what a container or job may use."""
+    """Return the bytes that are free on this machine, at most the limit of a container or job."""
     group = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("0::/")[2][:-1])
     files = [folder / "memory.max" for folder in (group, *group.parents)]
     limits = [path.read_text() for path in files if path.is_file()]
@@ -186,10 +186,10 @@ def latest_run(args):
 
 @contextlib.contextmanager
 def stop_signals_blocked():
-    """Hold back stop signals while processes are started: these inherit the block and never see a
-    signal to the whole group, which is this process's to handle."""
+    """Hold back stop signals while processes are started. These inherit the block, so they never
+    see a signal to the whole group, which only this process handles."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    resource_tracker.ensure_running()  # inherits the block too, but unblocks two signals here
+    resource_tracker.ensure_running()  # it inherits the block too, but unblocks two signals here
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -244,7 +244,7 @@ def parse_args(Args, description):
         flag, was = changed[0].replace("_", "-"), vars(saved)[changed[0]]
         raise UsageError(f"--{flag} was {was!r} in the run to resume; leave it out")
     if needed := [word for word in own_code(args) if word not in given]:
-        raise UsageError(f"args.json names code, perhaps not yours; to run it, add {needed[-1]}")
+        raise UsageError(f"args.json names code that may not be yours; to run it add {needed[-1]}")
     return args
 
 
@@ -312,8 +312,8 @@ def checkpoints(run_dir):
 
 
 def load_checkpoint(path):
-    """Load a checkpoint; no code in it is run. Raises UsageError for a damaged one, found by the
-    checksums that torch.save writes."""
+    """Load a checkpoint without running any code in it. Raises UsageError if it is damaged, which
+    the checksums that torch.save writes reveal."""
     try:
         with zipfile.ZipFile(path) as file:
             if name := file.testzip():
@@ -324,7 +324,7 @@ def load_checkpoint(path):
             raise ValueError("it holds no number of steps")
         return saved
     except Exception as error:  # there are half a dozen types
-        raise UsageError(f"{path} is damaged or no checkpoint: {message_of(error)}") from error
+        raise UsageError(f"{path} is damaged or not a checkpoint: {message_of(error)}") from error
 
 
 def check_weights(network, where):
@@ -336,8 +336,8 @@ def check_weights(network, where):
 
 def write(path, content):
     """Write bytes, or something for torch.save, to a temporary file that is flushed to the disk and
-    renamed: a kill or a full disk leaves the old one. Raises RunError."""
-    temporary = path.with_name(".partial")  # one name: what a kill leaves is overwritten
+    renamed: a kill or a full disk leaves the old file. Raises RunError."""
+    temporary = path.with_name(".partial")  # one name: the next write replaces what a kill left
     try:
         with temporary.open("wb") as file:
             file.write(content) if isinstance(content, bytes) else torch.save(content, file)
@@ -367,9 +367,9 @@ class Run:
         self.args, self.step, self.rollout, self.stopped = args, 0, 0, 0
         self.look = ""  # how pictures are drawn
         self.best, self.recent = {}, []  # best.pt's content, and the latest mean rewards
-        self.to_save = {}  # what a failure saves: the learner between two rollouts
+        self.to_save = {}  # the learner between two rollouts, which is saved at a failure
         self.saved_step, self.began, self.first_step = -1, time.perf_counter(), 0
-        self.logged, self.rollout_s = self.began, 0.0  # when, and seconds of the last rollout
+        self.logged, self.rollout_s = self.began, 0.0  # time of last log, seconds of last rollout
         self.judged = False  # whether a success rate was logged
         try:
             start = Path(args.resume or "")  # a run's folder, or a checkpoint for a new run
@@ -383,7 +383,7 @@ class Run:
             if self.resumed:
                 self.restored = self._newest_checkpoint()
                 self.step = self.first_step = self.restored["global_step"]
-                saved["resume"] = saved_flags(self.folder).get("resume")  # what it began with
+                saved["resume"] = saved_flags(self.folder).get("resume")  # as when the run began
             (self.folder / "checkpoints").mkdir(exist_ok=True)
             write(self.folder / "args.json", json.dumps(saved, indent=2).encode())
             if args.track:
@@ -434,7 +434,7 @@ class Run:
                 return load_checkpoint(path)
             except UsageError as error:
                 path.replace(f"{path}.damaged")
-                warn(f"{error}; renamed to {path.name}.damaged, using the one before it")
+                warn(f"{error}; it is now {path.name}.damaged, and the one before it is used")
         raise UsageError(f"--resume {self.folder}: it has no intact checkpoints/step_<n>.pt")
 
     def _track(self):
@@ -450,19 +450,19 @@ class Run:
             raise UsageError(f"{problem} Or set WANDB_MODE=offline") from error
 
     def restore(self, parts, look=""):
-        """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint,
-        but only the modules from another run's. Optimiser settings (lr, fused, capturable) are not
-        restored: they come from this run. `look` says how pictures are drawn; raises UsageError if
-        they were drawn differently and the reward depends on them."""
+        """With --resume, restore {name: module, optimiser, buffer or tensor} from the checkpoint; a
+        checkpoint of another run restores only modules. Optimiser settings (lr, fused, capturable)
+        are not restored: they come from this run. `look` says how pictures are drawn; raises
+        UsageError if they were drawn differently and the reward depends on them."""
         self.look, self.to_save = look, parts
-        restored, self.restored = self.restored, {}  # it keeps the file mapped
+        restored, self.restored = self.restored, {}  # a checkpoint keeps its file mapped
         if not restored:
             return
         if not self.resumed:
             module = torch.nn.Module
             parts = {name: part for name, part in parts.items() if isinstance(part, module)}
         elif self.args.reward != "ground-truth" and look != restored.get("look", look):
-            were = f"the run's pictures were drawn by {restored['look']}, these by {look}"
+            were = f"the run's pictures were drawn by {restored['look']}, and now {look} draws them"
             raise UsageError(f"{were}: choose with --renderer")
         try:
             for name, part in parts.items():
@@ -491,13 +491,13 @@ class Run:
 
     def due(self, every, start, end):
         """Return whether a multiple of `every` steps, or the end of the run, lies in (start, end].
-        Never if `every` is 0."""
+        If `every` is 0, return False."""
         last = end >= self.args.total_timesteps
         return every > 0 and (last or end // every > start // every)
 
     def log(self, scalars):
-        """Write {tag: value} to the event file, and as many of the first charts as fit to one
-        line of the console. Raises RunError for a NaN or infinity."""
+        """Write {tag: value} to the event file, and print as many charts as fit on one line of the
+        console. Raises RunError for a NaN or infinity."""
         for tag, value in scalars.items():
             if not math.isfinite(value):
                 raise RunError(f"{tag} is {value} after {self.step} steps")
@@ -505,7 +505,7 @@ class Run:
         steps = f"step {self.step:,}/{total}".ljust(2 * len(total) + 6)
         left = max(0, self.args.total_timesteps - self.step) / self.speed
         line = f"{steps}  left {datetime.timedelta(seconds=round(left))}"
-        for tag, value in scalars.items():  # padded: the same columns in every line
+        for tag, value in scalars.items():  # padded, so that every line has the same columns
             word = f"  {tag.removeprefix('charts/')} {value:<7.4g}"
             if tag.startswith("charts/") and len(line + word) <= LINE:
                 line += word
@@ -513,7 +513,7 @@ class Run:
         self.rollout_s = time.perf_counter() - self.logged
         self.logged = time.perf_counter()
         self.judged = "charts/success_rate" in scalars
-        with contextlib.suppress(OSError):  # of a full disk; a checkpoint will say so
+        with contextlib.suppress(OSError):  # if the disk is full, a checkpoint will say so
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, self.step)
 
@@ -534,8 +534,8 @@ class Run:
 
     def keep_best(self, reward, **networks):
         """Save checkpoints/best.pt: the networks after the BEST_WINDOW rollouts in a row with the
-        highest mean reward so far. Until there are so many, it holds the newest networks: the
-        mean of fewer may be high by luck."""
+        highest mean reward so far. Before there are that many rollouts, it holds the newest
+        networks: the mean of fewer may be high by luck."""
         self.recent = [*self.recent, float(reward)][-BEST_WINDOW:]
         count, mean = len(self.recent), sum(self.recent) / len(self.recent)
         if not self.best or count > self.best.get("rollouts", count) or mean >= self.best["reward"]:
@@ -545,8 +545,8 @@ class Run:
             write(self.folder / "checkpoints/best.pt", self.best)
 
     def save(self, parts):
-        """Save checkpoints/step_<n>.pt, all that --resume needs, unless it exists; only the newest
-        two are kept. Raises RunError."""
+        """Save all that --resume needs as checkpoints/step_<n>.pt, unless this step is saved; only
+        the newest two are kept. Raises RunError."""
         if self.step == self.saved_step:
             return
         state = {"global_step": self.step, "rollout": self.rollout}
@@ -559,9 +559,9 @@ class Run:
             old.unlink(missing_ok=True)
 
     def video(self, frames, fps, draw=None):
-        """Write frames [T, H, W, 3] uint8, or those that `draw` makes of states, as
-        videos/step_<n>.mp4, five moments of it as .png, and a small GIF for TensorBoard; 30 frames
-        a second if `fps` is None. A failure is only a warning."""
+        """Write frames [T, H, W, 3] uint8, or those that `draw` makes from states, as
+        videos/step_<n>.mp4, five frames as one .png, and a small GIF for TensorBoard. `fps` None
+        means 30 frames a second. A failure only prints a warning."""
         path, fps = self.folder / f"videos/step_{self.step}.mp4", fps or 30
         try:
             frames = draw(frames) if draw else frames

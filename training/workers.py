@@ -34,17 +34,17 @@ def make_pool(make_renderer, make_reward, devices, batch_size=64):
 
 class Pool:
     """Workers that draw and score states in chunks of `batch_size`. All take the next chunk from
-    one queue, so a slow one delays nobody, and no reward depends on who computed it.
+    one queue, so a slow one delays no other, and no reward depends on which worker computed it.
 
     RunError is raised when a worker fails or dies, or when none answers for ten minutes; a worker's
-    UsageError is raised as it is. Workers end with this process, however that ends.
+    UsageError is raised as it is. Workers end with this process, however it ends.
 
     Args:
         make_renderer, make_reward: as for `Scorer`; picklable.
-        devices: a worker for each.
+        devices: one worker runs on each.
     Attributes:
         render_s, clip_s: seconds of drawing and CLIP for the last `take`, averaged over workers.
-        look: how all of them draw, "egl" or "warp", once they are ready.
+        look: how all workers draw, "egl" or "warp", once they are ready.
     """
 
     def __init__(self, make_renderer, make_reward, devices, batch_size=64):
@@ -52,7 +52,7 @@ class Pool:
         self.sent, self.collected = 0, 0  # jobs so far
         self.workers, self.answers = [], []  # processes, and the end of a pipe from each
         self.render_s, self.clip_s, self.look = 0.0, 0.0, ""
-        self.lines, self.results = [], {}  # what they run on; {number of a job: its result}
+        self.lines, self.results = [], {}  # for `wait_ready`; {number of a job: its result}
         self._start(make_renderer, make_reward, devices)
 
     def _start(self, make_renderer, make_reward, devices):
@@ -65,12 +65,12 @@ class Pool:
                 setup = self.jobs, sender, make_renderer, make_reward, device
                 self.workers.append(context.Process(target=work, args=setup))
                 self.workers[-1].start()
-                sender.close()  # the worker has the only one: if it dies, the pipe ends
+                sender.close()  # only the worker's end is left: if the worker dies, the pipe ends
                 self.answers.append(receiver)
         children.extend(self.workers)
 
     def wait_ready(self) -> list[str]:
-        """Wait until all workers have loaded -> lines that say what they run on."""
+        """Wait until all workers have loaded -> lines that name their devices and renderers."""
         while len(self.lines) < len(self.workers):
             self._receive()
         return self.lines
@@ -151,11 +151,11 @@ class Pool:
 
 
 def load(make_renderer, make_reward, device):
-    """Set up this process as a worker's -> Scorer."""
+    """Set up this process as a worker -> its Scorer."""
     if device == "cpu":
         torch.set_num_threads(1)  # whatever the number of workers, the same sums in the same order
         os.nice(10)  # physics first: the next states wait for it
-    # timm would import wandb: three seconds, and folders in /tmp that a killed worker leaves
+    # timm would import wandb, which takes three seconds and leaves folders if a worker is killed
     sys.modules.setdefault("wandb", None)
     return Scorer(make_renderer, make_reward, device)
 
