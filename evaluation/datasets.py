@@ -78,7 +78,7 @@ def load_dataset(path, own=None) -> Dataset:
         if states.ndim != 2 or not len(states) or not np.isfinite(states).all():
             raise ValueError("no states, or NaN or infinity among them")
         data = Dataset(saved, made, **columns, path=path)
-    except Exception as error:  # unpacking alone raises half a dozen kinds
+    except Exception as error:  # unpacking raises many types
         problem = f"missing, damaged or not what eval_epic.py collect makes: {message_of(error)}"
         raise UsageError(f"{path}: {problem}") from error
     data.args = args_of(saved, path, own or Own())

@@ -148,7 +148,7 @@ def fit(parts, model, out, judge=None):
     sheet = out.with_suffix(".png")
     for path in (out, sheet):
         if path.exists() or out == sheet:
-            raise UsageError(f"--out {out}: {path} exists already or is the head; rename --out")
+            raise UsageError(f"--out {out}: {path} exists already or is the head; change --out")
     data, task, _ = parts[0]
     flags = {name: vars(data.args)[name] for name in FLAGS} | {"clip_model": model.clip_model}
     states, names, truth, episodes, whose = [], [], [], [], Counter()

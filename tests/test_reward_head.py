@@ -170,7 +170,7 @@ def test_labels_that_are_too_few_or_alike_are_one_line(labelled, tmp_path):
         eval_epic.Fit(dataset=(labelled,), out=labelled)()
     (tmp_path / "mine.png").write_text("a picture")
     for name in ("mine.safetensors", "other.png"):  # its own picture is NAME.png
-        with pytest.raises(UsageError, match="rename --out"):
+        with pytest.raises(UsageError, match="change --out"):
             eval_epic.Fit(dataset=(labelled,), out=tmp_path / name)()
     assert (tmp_path / "mine.png").read_text() == "a picture"
     assert not (tmp_path / "h.safetensors").exists()
