@@ -408,7 +408,7 @@ def ensure_downloaded(name: str) -> None:
         open_clip.download_pretrained(open_clip.get_pretrained_cfg(arch, tag) if tag else hub)
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
         raise UsageError(
-            f"cannot get the weights of {name}: {message_of(error)}; without network use "
+            f"cannot get the weights of {name}: {message_of(error)}; if offline, use "
             "--clip-model tiny_clip (small, embedded, not zero-shot), or copy a model's files, "
             "which docs/troubleshooting.md lists, into a folder and use --clip-model "
             "local-dir:FOLDER"

@@ -85,7 +85,7 @@ class Args(RunArgs):
     learning_starts: NonNegativeInt = 1000
     """steps of random actions before the first update"""
     gradient_steps: PositiveInt = 200
-    """updates after each rollout (num_envs * episode_length steps; fewer after a shorter one)"""
+    """updates per rollout of num_envs * episode_length steps (fewer if it is shorter)"""
     target_network_frequency: PositiveInt = 1
     """updates of the network per update of the target network"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.01

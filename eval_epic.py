@@ -330,7 +330,7 @@ class Label(OnDataset):
     def session(self):
         """Return the label_page.Session."""
         if (self.uncertain or self.likely) and self.unit == "episode":
-            raise UsageError("--uncertain and --likely are about frames, not --unit episode")
+            raise UsageError("--uncertain and --likely need --unit frame")
         if self.by and self.unit == "episode":
             raise UsageError("--by is about frames, not --unit episode")
         if not self.by and (self.url or self.check):

@@ -75,7 +75,7 @@ class Labelled:
         """Return the index of the most regularised fit that ranks the labels about as well as the
         best: its AUC, a mean over folds, is lower by at most one standard error of this difference
         (the rule of Breiman et al. 1984). `trials`: held-out logits [S, K], the most regularised
-        first. Folds with labels of one kind do not count; with fewer than two others, return 0."""
+        first. Folds with labels of one kind are skipped; if fewer than two remain, return 0."""
         found = [[auc(logits[out], self.good[out]) for logits in trials] for _, out in self.folds]
         found = np.array([row for row in found if np.isfinite(row).all()])
         if len(found) < 2:
@@ -148,7 +148,7 @@ def fit(parts, model, out, judge=None):
     sheet = out.with_suffix(".png")
     for path in (out, sheet):
         if path.exists() or out == sheet:
-            raise UsageError(f"--out {out}: {path} exists already or is the head; change --out")
+            raise UsageError(f"--out {out}: {path} exists already, or is a picture; change --out")
     data, task, _ = parts[0]
     flags = {name: vars(data.args)[name] for name in FLAGS} | {"clip_model": model.clip_model}
     states, names, truth, episodes, whose = [], [], [], [], Counter()

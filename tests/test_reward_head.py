@@ -257,7 +257,7 @@ def test_what_cannot_be_uncertain(labelled, head, tmp_path):
         with pytest.raises(UsageError, match=f"--uncertain .*{problem}"):
             eval_epic.Label(dataset=labelled, uncertain=path)()
     for order in {"uncertain": head[0]}, {"likely": TINY}:
-        with pytest.raises(UsageError, match="--unit episode"):
+        with pytest.raises(UsageError, match="--unit frame"):
             eval_epic.Label(dataset=labelled, unit="episode", **order)()
 
 
