@@ -138,7 +138,7 @@ collect                                     | --source
 collect --source run --out {folder}/a.npz   | --source run needs --run
 collect --source run --out {folder}/a.npz --run /nowhere | /nowhere
 collect --source uniform --out {folder}/a.txt | --out
-collect --source uniform --out {cut}/../taken.npz | --out
+collect --source uniform --out {folder}/../taken.npz | --out
 collect --source uniform --out {folder}/a.npz --seed -1 | seed
 collect --source uniform --out {folder}/a.npz --states 0 | states
 collect --source uniform --out {folder}/a.npz --states 1000000000000 | states
@@ -202,14 +202,12 @@ def rows():
 def places(tmp_path_factory):
     """What the table's {names} stand for."""
     top = tmp_path_factory.mktemp("bad")
-    cut, broken, dangling, folder, run_dir = (
-        top / name for name in ("cut", "broken", "dangling", "folder", "run")
+    broken, dangling, folder, run_dir = (
+        top / name for name in ("broken", "dangling", "folder", "run")
     )
     folder.mkdir()
-    for copy in (cut, broken, dangling):
+    for copy in (broken, dangling):
         shutil.copytree(ROOT / "tiny_clip", copy, ignore=shutil.ignore_patterns("*.py", "__*"))
-    weights = (cut / "open_clip_model.safetensors").read_bytes()
-    (cut / "open_clip_model.safetensors").write_bytes(weights[: len(weights) // 2])
     (broken / "open_clip_config.json").write_text('{"model_cfg": ')
     (dangling / "open_clip_model.safetensors").unlink()
     (dangling / "open_clip_model.safetensors").symlink_to("/nowhere")
@@ -222,7 +220,7 @@ def places(tmp_path_factory):
     data = eval_epic.datasets.Dataset(dqn_clip_classic.Args(), {"source": "uniform"}, **columns)
     eval_epic.datasets.save_dataset(data, top / "data.npz")
     return {
-        **{"cut": cut, "broken": broken, "dangling": dangling, "folder": folder, "run": run_dir},
+        **{"broken": broken, "dangling": dangling, "folder": folder, "run": run_dir},
         **{"huge": 10**12, "judges": top / "judges.py"},
         **{"data": top / "data.npz", "readme": ROOT / "README.md"},
     }

@@ -506,8 +506,7 @@ def workers(pid):
 @pytest.mark.slow
 def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(tmp_path):
     """The learner is saved as it was after the last rollout, however rare the checkpoints are."""
-    script = sac
-    flags = [script.__file__, *CLIP[script], "--reward-devices", "cpu", "cpu", "--video-freq", 0]
+    flags = [sac.__file__, *CLIP[sac], "--reward-devices", "cpu", "cpu", "--video-freq", 0]
     flags += ["--total-timesteps", 144, "--clip-batch-size", 8, "--checkpoint-freq", 0]
     run(*flags, "--runs-dir", tmp_path / "whole")
     command = shlex.join(map(str, [sys.executable, *flags, "--runs-dir", tmp_path / "killed"]))
@@ -523,7 +522,7 @@ def test_a_lost_worker_ends_the_run_and_a_shell_loop_resumes_it_to_the_bit(tmp_p
     one, two = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
     errors = process.stderr.read().splitlines()
     for error in errors:
-        resume = rf"python \S*{script.__name__}\.py --resume {two}"
+        resume = rf"python \S*{sac.__name__}\.py --resume {two}"
         died = r"error: a reward worker died \(exit code -9; .*\); saved: step_\d+\.pt"
         assert re.fullmatch(f"{died}; resume with: {resume}", error)
     assert len(errors) == 1

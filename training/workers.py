@@ -113,8 +113,9 @@ class Pool:
     def _collect(self):
         """Wait for the results of all jobs since the last call -> list, in their order."""
         numbers, self.collected = range(self.collected, self.sent), self.sent
-        while not self.results.keys() >= {*numbers}:
-            self._receive()
+        for number in numbers:
+            while number not in self.results:
+                self._receive()
         return [self.results.pop(number) for number in numbers]
 
     def _receive(self):
