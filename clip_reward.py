@@ -208,7 +208,7 @@ class RewardArgs:
         if str(device) == "cpu" and not folder and "cpu" not in self.reward_devices:
             raise UsageError(
                 f"--clip-model {self.clip_model} needs a CUDA GPU, and there is none that works; "
-                "nothing was downloaded. Use the small embedded model, --clip-model tiny_clip, or "
+                "nothing was downloaded. Use the small bundled model, --clip-model tiny_clip, or "
                 "wait for days with --reward-devices cpu"
             )
 
@@ -409,7 +409,7 @@ def ensure_downloaded(name: str) -> None:
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
         raise UsageError(
             f"cannot get the weights of {name}: {message_of(error)}; if offline, use "
-            "--clip-model tiny_clip (small, embedded, not zero-shot), or copy a model's files, "
+            "--clip-model tiny_clip (small, bundled, not zero-shot), or copy a model's files, "
             "which docs/troubleshooting.md lists, into a folder and use --clip-model "
             "local-dir:FOLDER"
         ) from error

@@ -65,7 +65,7 @@ class Args(RunArgs):
     total_timesteps: PositiveInt = 300_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 8
-    """parallel environments, one per process (Humanoid-v5, MountainCarContinuous: one for all)"""
+    """parallel environments, each in a process (Humanoid-v5, MountainCarContinuous: all in one)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 100
     """steps per episode; no episode ends earlier. A rollout is one episode of each environment"""
     buffer_size: PositiveInt = 1_000_000
