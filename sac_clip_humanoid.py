@@ -253,7 +253,7 @@ class Actor(nn.Module):
         """Actions [N, A] in [-1, 1] -> array [N, *action shape] in the environment's units."""
         actions = actions * self.action_scale + self.action_bias
         actions = actions.cpu().numpy().reshape(len(actions), *self.action_space.shape)
-        return np.clip(actions, self.action_space.low, self.action_space.high)  # rounding may leave the bounds
+        return np.clip(actions, self.action_space.low, self.action_space.high)  # it was rounded
 
     @torch.no_grad()
     def best_actions(self, observations):
