@@ -30,12 +30,14 @@ $(VENV)/.installed: requirements.txt
 	$(call REQUIREMENTS,requirements.txt)
 	@touch $@
 
-# One picture compiles Warp's kernels; otherwise many tests would compile them at the same time.
+# The tests start hundreds of processes. Where Python keeps no bytecode, each of them would compile all
+# packages that it imports, so they are compiled once. One picture compiles Warp's kernels.
 WARM := import numpy, sac_clip_humanoid as sac; \
 	sac.make_renderer(sac.Args(clip_model="tiny_clip", renderer="warp")).render(numpy.zeros((1, 47)))
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(call REQUIREMENTS,requirements-dev.txt)
+	@$(PY) -m compileall -q -j 2 $(VENV)/lib >/dev/null || true
 	@$(PY) -c '$(WARM)'
 	@touch $@
 
@@ -60,7 +62,7 @@ browser:
 train: $(VENV)/.installed
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); \
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --clip-model tiny_clip \
-		--total-timesteps 40000 --runs-dir $$runs; \
+		--total-timesteps 36000 --runs-dir $$runs; \
 	$(PY) eval_epic.py success --run $$runs --videos 4
 
 # Run two tests at a time, as on a machine with two cores.
