@@ -747,7 +747,7 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     assert "leap" in message(tmp_path / "e")
     assert "no step_7.pt; choose best or a step: 64" in message(runs["good"], checkpoint="7")
     assert "judges of CartPole-v1 are: cartpole;" in message(runs["good"], judge="kneeling")
-    assert "has no cartpole" in message(runs["good"], compare=runs["car"])
+    assert "cartpole cannot judge" in message(runs["good"], compare=runs["car"])
     ignored = shutil.ignore_patterns("success*", "index.html")
     broken = shutil.copytree(runs["good"], tmp_path / "c", ignore=ignored)
     best = broken / "checkpoints" / "best.pt"

@@ -160,7 +160,7 @@ def test_a_task_without_states_has_no_judge_of_states():
     args.target_prompt = ("a pendulum",)
     with pytest.raises(UsageError, match="--judge"):
         sac.check_args(args)
-    with pytest.raises(UsageError, match="no judge"):
+    with pytest.raises(UsageError, match="judges of Pendulum-v1 are: none"):
         judges.episode_judge("kneeling", "Pendulum-v1", (), None)
 
 
