@@ -235,7 +235,7 @@ def test_the_likely_frames_are_those_that_the_words_like_best(tmp_path):
     assert np.abs(states[session.todo(), 2]).max() < np.abs(states[:, 2]).mean()
     own = tmp_path / "own.py"
     own.write_text("def left(states): return states[:, 0] < 0")
-    with pytest.raises(UsageError, match="neither left nor .*poles.npz has words"):
+    with pytest.raises(UsageError, match="neither left nor .*poles.npz has a prompt"):
         eval_epic.Label(dataset=path, judge=f"{own}:left", likely=TINY).session()
 
 
