@@ -7,7 +7,7 @@ import numpy as np
 
 import egl_render
 from clip_reward import UsageError
-from environments import judges
+from environments import judges, tasks
 from environments.judges import THRESHOLD
 from evaluation import figures
 from evaluation.datasets import labels_of, play, results_folder, write_csv
@@ -36,6 +36,9 @@ def play_runs(chosen, episodes, judge, own):
     named = judge or args.judge or judges.task_for(args.env_id, args.target_prompt)
     if not named and has_verdict(args):
         task = judges.Task(**VERDICT, env_ids=(args.env_id,))
+    elif not named and tasks.why_own_render(args.env_id):
+        missing = 'draws itself, so only info["success"] judges it, which no step sets'
+        raise UsageError(f"{where}: {args.env_id} {missing}")
     else:
         task = task_of(judge, args, where)
     if task.env_ids and all_args[-1].env_id not in task.env_ids:
