@@ -37,9 +37,9 @@ BOTH = """
 --total-timesteps 0                         | total_timesteps
 --total-timesteps 1e6                       | --total-timesteps
 --num-envs 0                                | num_envs
---num-envs 100000000                        | is below a rollout of
+--num-envs 100000000 --buffer-size 1000     | --buffer-size 1000 is below a rollout of
 --episode-length 0                          | episode_length
---buffer-size 10                            | is below a rollout of
+--buffer-size 10                            | --buffer-size 10 is below a rollout of
 --batch-size 0                              | batch_size
 --score-every 0                             | score_every
 --gradient-steps 0                          | gradient_steps

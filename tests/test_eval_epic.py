@@ -758,7 +758,7 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     assert not list(broken.glob("success*"))
     dancing = make_args(sac, target_prompt=("a humanoid robot dancing",))
     save_flags(tmp_path / "d", dancing)
-    words = "name a judge with --judge: the judges of Humanoid-v5 are: kneeling"
+    words = "name a judge with --judge: the judges of Humanoid-v5 are: kneeling, lotus"
     assert words in message(tmp_path / "d")
     assert "needs either --run" in message(None)
     damages = ["", "{", "null", "[]", "7"]
@@ -1083,7 +1083,7 @@ def test_what_looking_was_worth_is_computed_from_the_table(capsys):
     compare.say_worth()
     lines = capsys.readouterr().out.splitlines()
     rows = read_table(compare.WORTH)
-    assert f"of {len(rows)} trained" in lines[0] and len(rows) >= 30
+    assert f"success of {len(rows)} trained policies" in lines[0] and len(rows) >= 30
     tasks = np.array([row["task"] for row in rows])
     assert set(tasks) <= set(judges.HUMANOID)
     success = np.array([float(row["success"]) for row in rows])

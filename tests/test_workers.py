@@ -415,7 +415,8 @@ class OtherLooks(PaintRenderer):
 
 def test_workers_that_draw_otherwise_are_an_error():
     pool = Pool(OtherLooks, MeanReward, ["cpu", "cpu"])
-    with pytest.raises(RunError, match="draws with egl .*, but the others .* egl.*--renderer"):
+    said = "draws with egl .*, but the others draw with egl.*--renderer"
+    with pytest.raises(RunError, match=said):
         pool.wait_ready()
     pool.close()
 
