@@ -31,7 +31,7 @@ $(VENV)/.installed: requirements.txt
 	@touch $@
 
 # The tests start hundreds of processes. Where Python keeps no bytecode, each of them would compile all
-# packages that it imports, so they are compiled once. One picture compiles Warp's kernels.
+# packages that it imports, so they are compiled once. One picture compiles Warp's kernels once, too.
 WARM := import numpy, sac_clip_humanoid as sac; \
 	sac.make_renderer(sac.Args(clip_model="tiny_clip", renderer="warp")).render(numpy.zeros((1, 47)))
 

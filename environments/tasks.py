@@ -80,8 +80,8 @@ def why_own_render(env_id: str) -> str:
 def how_drawn(env_id: str) -> str:
     """Return a sentence that says what the pictures of a task are made from."""
     why = why_own_render(env_id)
-    by = f"by its own render(): {why}; the workers" if why else "from its states, by workers that"
-    return f"{env_id} is drawn {by} start now"
+    by_states = "from its states, by workers that start now"
+    return f"{env_id} is drawn " + (f"by its own render(): {why}" if why else by_states)
 
 
 def describe_env(env_id: str, make: Any) -> tuple[gym.Space, np.ndarray | None, int]:

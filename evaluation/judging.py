@@ -7,11 +7,11 @@ import numpy as np
 
 import egl_render
 from clip_reward import UsageError
-from environments import judges, tasks
+from environments import judges
 from environments.judges import THRESHOLD
 from evaluation import figures
 from evaluation.datasets import labels_of, play, results_folder, write_csv
-from evaluation.runs import checkpoint_paths, load_run, make_scorer, script_of, task_of
+from evaluation.runs import checkpoint_paths, load_run, make_scorer, script_of, state_size, task_of
 from training.run import say, write
 
 VERDICT = {  # of an environment without a judge
@@ -36,7 +36,7 @@ def play_runs(chosen, episodes, judge, own):
     named = judge or args.judge or judges.task_for(args.env_id, args.target_prompt)
     if not named and has_verdict(args):
         task = judges.Task(**VERDICT, env_ids=(args.env_id,))
-    elif not named and tasks.why_own_render(args.env_id):
+    elif not named and state_size(args, where) == 0:
         missing = 'draws itself, so only info["success"] judges it, which no step sets'
         raise UsageError(f"{where}: {args.env_id} {missing}")
     else:

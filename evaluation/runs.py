@@ -61,7 +61,7 @@ def args_of(saved, where, own):
     script = find_script(str(saved.get("script", "")), own, where)
     args = make_args(saved, script.Args, where)
     if ":" in args.env_id and args.env_id != own.env_id:
-        raise UsageError(f"{where}: its task is a file; to run it, type --env-id {args.env_id}")
+        raise UsageError(f"{where}: its task is a module; to run it, type --env-id {args.env_id}")
     return args
 
 
