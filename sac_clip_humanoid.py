@@ -377,6 +377,7 @@ def make_learner(args: Args, observation_dim, action_space, device):
     adam = functools.partial(torch.optim.Adam, **settings)
     return {
         "actor": actor,
+        "average_actor": copy.deepcopy(actor).requires_grad_(False),
         "critic": critic,
         "target_critic": target_critic,
         "actor_optimizer": adam(actor.parameters()),
@@ -407,6 +408,8 @@ def update(batch, learner, args: Args):
     with torch.no_grad():
         params, target_params = list(critic.parameters()), list(target_critic.parameters())
         torch._foreach_lerp_(target_params, params, args.tau)
+        average = list(learner["average_actor"].parameters())
+        torch._foreach_lerp_(average, list(actor.parameters()), 0.001)
     return scalars
 
 
