@@ -293,7 +293,7 @@ def draw_states(rng, count):
 
 
 SCENES = ("varied", "canonical", "plain", *classic.SCENES)
-SIZES = {64: 0.7, 96: 0.2, 128: 0.07, 224: 0.03}  # px, by MuJoCo Warp
+SIZES = {64: 0.75, 96: 0.2, 128: 0.05}  # px, by MuJoCo Warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,13 +363,11 @@ def _draw_humanoid(job, rng):
     model = scene_model(job.scene, rng)
     states = np.pad(qpos, ((0, 0), (0, model.nv)))
     pictures = np.empty((job.count, 3, IMAGE_SIZE, IMAGE_SIZE), np.uint8)
-    by_gl = (sizes == 480) | ((sizes == 64) & (rng.random(job.count) < 0.04))  # as on a GPU
-    for size, gl in sorted(set(zip(sizes, by_gl))):
-        kind = egl_render.MujocoRenderer if gl else WarpRenderer
+    for size in sorted(set(sizes)):
+        kind = egl_render.MujocoRenderer if size == 480 else WarpRenderer
         renderer = kind(model, int(size))
-        here = (sizes == size) & (by_gl == gl)
         for camera in dict.fromkeys(cameras):
-            rows = np.flatnonzero(here & [c == camera for c in cameras])
+            rows = np.flatnonzero((sizes == size) & [c == camera for c in cameras])
             renderer.cameras = [camera]  # a new renderer would cost a GL context
             if len(rows):
                 pictures[rows] = shrink(renderer.render(states[rows]))

@@ -2,9 +2,9 @@
 
     python tiny_clip/hacked.py POSE:RUN [POSE:RUN ...]
 
-Random policies never half-kneel or raise one arm, but policies that are rewarded for a pose do. This
-script adds states from the replay buffer in the newest checkpoint of each run: as many states near
-the pose as far from it. It thins out the states of earlier runs, so that the file keeps its size.
+Random policies never half-kneel or raise one arm, but policies that are rewarded for a pose do.
+From the replay buffer in the newest checkpoint of each run, this script adds as many states near
+the pose as far from it. It drops random states of earlier runs, so that the file keeps its size.
 """
 
 import sys
@@ -50,6 +50,11 @@ def main(runs):
     kept = np.sort(rng.permutation(len(old))[: KEPT - sum(map(len, states))])
     states = np.concatenate([old[kept], *states]).astype(np.float16)  # half a millimetre off
     episode = np.concatenate([old_episode[kept], *episode]).astype(np.int32)
+    # runs of one seed begin alike: a state stays in the training episode, if it is in one
+    first = np.argsort(episode % 5 == 0, kind="stable")
+    _, unique = np.unique(states[first], axis=0, return_index=True)
+    rows = np.sort(first[unique])
+    states, episode = states[rows], episode[rows]
     np.savez_compressed(data.HACKED, states=states, episode=episode, source=np.concatenate(source))
     print(f"{data.HACKED}: {len(states)} states")
 

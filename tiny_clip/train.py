@@ -52,7 +52,7 @@ def training_jobs(pictures, seed, shares):
     total = round(pictures / count)
     scenes = np.searchsorted(np.cumsum(shares[:-1]), (np.arange(total) + 0.5) / total)
     return [
-        data.Job(seed * 10_000 + i, data.SCENES[scene], count, full=0.08 if i % 3 == 0 else 0.0)
+        data.Job(seed * 10_000 + i, data.SCENES[scene], count, full=0.04 if i % 3 == 0 else 0.0)
         for i, scene in enumerate(scenes)
     ]
 
