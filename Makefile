@@ -26,7 +26,7 @@ $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
-		|| { echo "this Python cannot make a venv; on Debian: apt-get install -y python3-venv"; exit 1; }
+		|| { echo "this Python cannot make a venv; on Debian type: apt-get install -y python3-venv"; exit 1; }
 	$(call REQUIREMENTS,requirements.txt)
 	@touch $@
 
@@ -46,7 +46,7 @@ gl: $(VENV)/.installed
 		echo "no OpenGL to draw with; installing $(GL_PACKAGES)"; \
 		$(INSTALL) $(GL_PACKAGES); \
 		$(PY) -c '$(DRAW)' 2>/dev/null || { \
-			echo "that was not possible here; as root: apt-get update && apt-get install -y $(GL_PACKAGES)"; \
+			echo "the installation failed; type as root: apt-get update && apt-get install -y $(GL_PACKAGES)"; \
 			exit 1; }; }
 
 # Install the browser in which the labelling page is tested, if it is missing.
@@ -54,7 +54,7 @@ browser:
 	@command -v chromedriver >/dev/null || { \
 		echo "no chromedriver found; installing Chromium to test the labelling page"; \
 		$(INSTALL) chromium chromium-driver \
-			|| echo "that was not possible here: its tests will fail and say what to install"; }
+			|| echo "the installation failed: the page's tests will fail and say what to install"; }
 
 # The defaults are the recipe (docs/results.md). With a GPU and the real CLIP see the README.
 train: $(VENV)/.installed

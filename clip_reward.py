@@ -139,8 +139,8 @@ class RewardArgs:
     """files with pictures of the goal, in addition to a prompt or instead of it; pictures that are
     not square get black bars"""
     reward_head: str = ""
-    """a head that `eval_epic.py fit` has fitted to labels. The reward is the head's probability
-    that a state is good; with a target prompt or image, it is the mean of this and CLIP's reward"""
+    """a head from `eval_epic.py fit`. The reward is the head's probability that a state is good or,
+    with a target prompt or image, the mean of this probability and CLIP's reward"""
     reward_alpha: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """how strongly the reward ignores everything that does not distinguish the target from the
     --baseline-prompt: from 0 (not at all: the plain cosine similarity) to 1 (completely)"""
@@ -228,8 +228,8 @@ def cuda_devices() -> list[str]:
     except RuntimeError as error:
         cause = f"the CUDA driver does not start ({message_of(error)})"
         need = f"{ours} needs a driver for CUDA {str(torch.version.cuda).partition('.')[0]}"
-        ways = "update it, install a torch for an older CUDA, or use no GPU: --reward-devices cpu"
-        raise UsageError(f"{count} GPUs, but {cause}; {need}: {ways}") from error
+        ways = "update the driver, install a torch for an older CUDA, or use --reward-devices cpu"
+        raise UsageError(f"GPUs found: {count}, but {cause}; {need}: {ways}") from error
     built = ", ".join(torch.cuda.get_arch_list() if count else [])
     for i in range(count):
         major, minor = torch.cuda.get_device_capability(i)
@@ -238,7 +238,7 @@ def cuda_devices() -> list[str]:
         runs = (int(n) <= card and (n[:-1] == str(major) or kind != "sm") for kind, n in codes)
         if built and not any(runs):
             what = f"{torch.cuda.get_device_name(i)} is sm_{card}, but {ours} is built for {built}"
-            raise UsageError(f"{what}: install another torch, or hide it with CUDA_VISIBLE_DEVICES")
+            raise UsageError(f"{what}: use another torch or hide the GPU with CUDA_VISIBLE_DEVICES")
     return [f"cuda:{i}" for i in range(count)]
 
 
@@ -271,7 +271,7 @@ def load_image(path: str | Path) -> np.ndarray:
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)
-    except Exception as error:  # damaged files and bombs raise half a dozen types
+    except Exception as error:  # damaged files and huge pictures raise many types
         raise UsageError(f"{path} cannot be read as a picture: {message_of(error)}") from error
     if picture.mode.startswith(("I", "F")):
         raise UsageError(f"{path} has more than 8 bits per channel; save it with 8")
@@ -329,7 +329,7 @@ class Preprocess(nn.Module):
                 picture = types.SimpleNamespace(size=images.shape[:1:-1])
                 size = transform.get_params(picture, size, transform.longest)
             size = [size] if isinstance(size, int) else list(size)  # one number: the shorter edge
-            # uint8 in, uint8 out: rounds and clamps after the filter, as PIL does
+            # uint8 input gives uint8 output, rounded and clamped after the filter, as PIL does
             images = F.resize(images, size, transform.interpolation, antialias=True)
         return images.float() * self.scale + self.shift
 
@@ -373,7 +373,7 @@ def resolve(name: str) -> tuple[str, str | None]:
     """Split a model's name into open_clip's model_name and tag (None for a folder or hf-hub).
 
     Raises:
-        UsageError: unknown name, with the nearest ones, or a folder without a model.
+        UsageError: for an unknown name (it lists the nearest ones) or a folder without a model.
     """
     name = full_name(name)
     if name.startswith("local-dir:"):
@@ -383,13 +383,13 @@ def resolve(name: str) -> tuple[str, str | None]:
         return f"local-dir:{folder}", None
     if name.startswith("hf-hub:"):
         return name, None
-    import open_clip  # takes seconds: not for a folder
+    import open_clip  # takes seconds, and a folder does not need it
 
     pairs = [pair.replace(":", "/", 1) for pair in open_clip.list_pretrained(as_str=True)]
     if name not in pairs:
         near = ", ".join(difflib.get_close_matches(name, pairs, n=4, cutoff=0.1))
         forms = "an ARCH/TAG of open_clip, local-dir:FOLDER or hf-hub:ORG/NAME"
-        raise UsageError(f"--clip-model {name}: not {forms}; nearest: {near}")
+        raise UsageError(f"--clip-model {name} is not {forms}; the nearest: {near}")
     arch, _, tag = name.partition("/")
     return arch, tag
 
@@ -452,7 +452,7 @@ def load_clip(name: str, device: str | torch.device = "cpu", precision: str = "a
     create = functools.partial(
         open_clip.create_model, arch, tag, require_pretrained=True, **options
     )
-    # open_clip alone would ignore a .pt file, and choose among several without asking
+    # open_clip alone would ignore a .pt file, and choose silently among several files
     ours = mock.patch("open_clip.factory._find_checkpoint_in_dir", find_weights)
     with ours:
         try:
@@ -619,7 +619,7 @@ class CLIPReward(CLIPEmbedder):
         b = embed(baseline_prompts).mean(0) if baseline_prompts else g
         d = g - b
         if alpha > 0 and d.norm() < 1e-6:
-            raise UsageError("target and baseline prompt are the same to the model; change one")
+            raise UsageError("target and baseline prompts are the same to the model; change one")
         self.register_buffer("g", g)
         self.register_buffer("b", b)
         self.register_buffer("d", d / d.norm().clamp_min(1e-12))  # unit direction of L
@@ -656,7 +656,7 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
         blocks = [part for name, part in visual.named_modules() if re.fullmatch(names, name)]
         for block in blocks or [visual]:
             block.compile()
-        with torch.inference_mode():  # as in Scorer; code for two sizes serves any size but 1
+        with torch.inference_mode():  # as in Scorer; code compiled for two sizes serves all but 1
             for count in (BATCH, 2, 1):
                 reward(np.zeros((count, 64, 64, 3), np.uint8))
     return reward
@@ -669,8 +669,8 @@ def scored_steps(steps: int, every: int) -> list[int]:
 
 def interpolate(rewards: np.ndarray, scored: list[int]) -> np.ndarray:
     """Interpolate rewards [T, N] linearly in each episode between the rows `scored`; other rows are
-    not read -> [T, N] float32. A picture changes little from one step to the next: for
-    the humanoid (15 ms, every 4th state) the correlation with all rewards is 0.97 to 0.998."""
+    not read -> [T, N] float32. A picture changes little from one step to the next: if every 4th
+    step (of 15 ms) of the humanoid is scored, the correlation with all scores is 0.97 to 0.998."""
     steps = np.arange(len(rewards))
     columns = [np.interp(steps, scored, column[scored]) for column in rewards.T]
     return np.stack(columns, 1).astype(np.float32)
@@ -684,10 +684,10 @@ class Scorer:
 
     Args:
         make_renderer: called as make_renderer(device), and with size=... for `render`; returns an
-            object with .frame_shape ([V,] H, W, 3) and .render(states [B, S], out uint8), or also
+            object with .frame_shape ([V,] H, W, 3) and .render(states [B, S], out uint8), and maybe
             .draw(states) -> uint8 tensor on the device. None: `score` gets frames, not states.
         make_reward: called as make_reward(device); returns a module that maps frames
-            [B, *frame_shape] uint8 on that device to [B, ...] float32. None: only `render`.
+            [B, *frame_shape] uint8 on that device to [B, ...] float32. None: only `render` works.
         device: "cpu" or "cuda:i".
     """
 
@@ -724,7 +724,7 @@ class Scorer:
             drawn = time.perf_counter()
             rewards = self.reward(frames.to(self.device, non_blocking=True))
         except torch.OutOfMemoryError as error:
-            problem = f"{self.device} has no memory for so many frames at once"
+            problem = f"{self.device} has too little memory for {len(states)} states at once"
             raise RunError(f"{problem}; use a smaller --clip-batch-size") from error
         if (shape := tuple(np.shape(rewards)))[:1] != (len(states),):
             made = f"{list(shape)} for {len(states)} frames"

@@ -40,7 +40,7 @@ import time
 from typing import Annotated
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 import clip_reward  # before torch: it bounds how long threads spin
 
@@ -67,11 +67,11 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium task with discrete actions; MODULE:NAME imports MODULE first, which registers it.
     CartPole-v1, MountainCar-v0 and MuJoCo tasks whose pictures depend only on their states are
-    drawn from these; other tasks draw themselves with render()"""
+    drawn from their states; other tasks draw themselves with render()"""
     total_timesteps: PositiveInt = 40_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 4
-    """parallel environments, one process each (CartPole-v1, MountainCar-v0: one for all)"""
+    """parallel environments, one per process (CartPole-v1, MountainCar-v0: one for all)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 200
     """steps per episode; a rollout is one episode of each environment"""
     terminate: bool = False
@@ -85,7 +85,7 @@ class Args(RunArgs):
     learning_starts: NonNegativeInt = 1000
     """steps of random actions before the first update"""
     gradient_steps: PositiveInt = 200
-    """updates per rollout of num_envs * episode_length steps (fewer if it is shorter)"""
+    """updates per rollout of num_envs * episode_length steps (fewer after a shorter rollout)"""
     target_network_frequency: PositiveInt = 1
     """updates of the network per update of the target network"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.01
@@ -147,11 +147,11 @@ def check_args(args: Args):
             f"--env-id {args.env_id}: DQN needs discrete actions, not {actions}{other}"
         )
     if args.terminate and args.reward == "clip":
-        raise UsageError("--terminate gives the task away: use --reward ground-truth")
+        raise UsageError("--terminate would leak what the task is; use --reward ground-truth")
     if args.terminate and args.env_id not in classic.DISCRETE:
-        raise UsageError(f"--terminate is for {' and '.join(classic.DISCRETE)}")
+        raise UsageError(f"--terminate needs --env-id {' or '.join(classic.DISCRETE)}")
     if args.buffer_size < rollout:
-        raise UsageError(f"--buffer-size is smaller than a rollout, {rollout}")
+        raise UsageError(f"--buffer-size {args.buffer_size} is below a rollout of {rollout} steps")
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
     tasks.check_drawing(args, state)
@@ -397,7 +397,7 @@ if __name__ == "__main__":
         # 4. Log
         success = infos.get("success")
         if judge:
-            success = judge(np.stack(pictured)[:, :8])  # of eight: judging takes time, too
+            success = judge(np.stack(pictured)[:, :8])  # only eight, as judging takes time
         scalars = {"charts/clip_reward": rewards.mean()} if use_clip else {}
         if success is not None:
             scalars["charts/success_rate"] = np.mean(success)
@@ -422,6 +422,6 @@ if __name__ == "__main__":
             render = functools.partial(pool.render, size=240) if draw else None
             run.video(episode, envs.metadata.get("render_fps"), render)
 
-    run.save(saved)  # a stopped run, too
+    run.save(saved)  # a stopped run is saved, too
     envs.close()
     run.close()

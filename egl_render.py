@@ -40,7 +40,7 @@ INSTALL_WARP = 'pip install ".[warp]"'
 
 def setup_gl(device: object = "cpu") -> None:
     """Set environment variables that make MuJoCo draw on a torch device, "cpu" or "cuda:i". Call it
-    before mujoco is imported. MUJOCO_GL stays if it is set. mujoco.egl counts devices like CUDA."""
+    before mujoco is imported. A MUJOCO_GL that is set stays. mujoco.egl numbers devices as CUDA."""
     # Mesa and triton (which torchvision imports) each bring an LLVM. Loading triton's second causes
     # a segmentation fault; loading it first does not.
     with contextlib.suppress(ImportError):
@@ -69,7 +69,7 @@ def gl_renderer() -> str:
         context.free()
     except Exception as error:  # its type depends on library and platform
         ways = f"type: {INSTALL_GL}; or draw without OpenGL: {INSTALL_WARP}"
-        raise UsageError(f"no OpenGL to draw with ({one_line(error)}); {ways}") from error
+        raise UsageError(f"there is no OpenGL to draw with ({one_line(error)}); {ways}") from error
     return name
 
 
@@ -427,7 +427,7 @@ def drawn_model(env: Any, textured: bool = True, sites_as_geoms: bool = False) -
     """Return the model from which states of a Gymnasium MuJoCo environment are drawn.
 
     With `textured` it looks like `textured_model`'s; otherwise, or if the environment has changed
-    its model in Python, like the environment's own. With `sites_as_geoms`, visible sites
+    its model in Python, it looks like the environment's own. With `sites_as_geoms`, visible sites
     become geoms, because MuJoCo Warp draws no sites."""
     import mujoco
 

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 import clip_reward  # before torch: it bounds how long threads spin
 
@@ -318,7 +318,7 @@ class Label(OnDataset):
     """port of the page on 127.0.0.1; 0: a free one"""
     by: str | None = None
     """the name of a vision-language model that answers instead of you. If its server needs a key,
-    it is read from OPENAI_API_KEY"""
+    the key is read from OPENAI_API_KEY"""
     url: Annotated[str, StringConstraints(pattern="^https?://[^/]")] | None = None
     """the server of --by, such as http://localhost:8000/v1; default: OpenAI's"""
     question: str | None = None
@@ -332,7 +332,7 @@ class Label(OnDataset):
         if (self.uncertain or self.likely) and self.unit == "episode":
             raise UsageError("--uncertain and --likely need --unit frame")
         if self.by and self.unit == "episode":
-            raise UsageError("--by is about frames, not --unit episode")
+            raise UsageError("--by is about frames; leave out --unit episode")
         if not self.by and (self.url or self.check):
             raise UsageError("--url and --check need --by MODEL")
         data, task = self.load()
@@ -360,7 +360,7 @@ class Label(OnDataset):
             flags = {"--dataset": self.dataset, "--judge": self.judge, "--labels": self.labels}
             flags |= {"--out": self.dataset.with_suffix(".safetensors")}
             words = [str(word) for flag in flags.items() if flag[1] for word in flag]
-            say(f"learn a reward from them: python eval_epic.py fit {shlex.join(words)}")
+            say(f"learn a reward from these labels: python eval_epic.py fit {shlex.join(words)}")
 
 
 @dataclass(kw_only=True)

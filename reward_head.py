@@ -61,7 +61,7 @@ class Head(torch.nn.Module):
 
 
 class HeadReward(torch.nn.Module):
-    """Map frames to the head's probability [B] float32 or, with `mixed`, to the mean of it and the
+    """Map frames to the head's probability [B] float32; with `mixed`, to the mean of that and the
     reward of `clip`, which must then be a CLIPReward; otherwise a CLIPEmbedder is enough."""
 
     def __init__(self, clip: Any, head: Head, mixed: bool = False) -> None:
@@ -75,7 +75,7 @@ class HeadReward(torch.nn.Module):
 
 
 def with_hash(name: str) -> str:
-    """Return a file's name as ABSOLUTE_PATH#SHA256, as in args.json, any other name unchanged."""
+    """Return a file's name as ABSOLUTE_PATH#SHA256, as in args.json, and any other unchanged."""
     if not os.path.isfile(name):
         return name
     path = Path(name).resolve()
@@ -96,7 +96,7 @@ def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
     if path != name and with_hash(path) != name:
         raise ValueError(f"{path} is missing or has changed since the run began")
     if not os.path.isfile(path):
-        raise ValueError(f"No such file: {path}")
+        raise ValueError(f"{path} does not exist")
     try:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["head"])
@@ -109,7 +109,7 @@ def load_head(name: str, flags: dict[str, Any] | None = None) -> Head | None:
         if len(head.bias) != 1 or any(type(count) is not int or count < 1 for count in counts):
             raise ValueError
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, or not made by eval_epic.py fit") from error
+        raise ValueError(f"{path} is damaged, or was not made by eval_epic.py fit") from error
     for name, value in json.loads(json.dumps(flags or {}, default=str)).items():
         if value != wanted.get(name, value):
             was, now = (re.sub(r'[][",]|\.0\b', "", json.dumps(x)) for x in (wanted[name], value))

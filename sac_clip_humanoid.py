@@ -33,7 +33,7 @@ import time
 from typing import Annotated
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the next lines import: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 import clip_reward  # before torch: it bounds how long threads spin
 
@@ -60,12 +60,12 @@ class Args(RunArgs):
 
     env_id: str = "Humanoid-v5"
     """Gymnasium task with continuous actions; MODULE:NAME imports MODULE first, which registers it.
-    MuJoCo tasks whose pictures depend only on their states are drawn from these; other tasks draw
-    themselves with render()"""
+    A MuJoCo task whose pictures depend only on its states is drawn from its states; any other task
+    draws itself with render()"""
     total_timesteps: PositiveInt = 300_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 8
-    """parallel environments, one process each (Humanoid-v5, MountainCarContinuous: one for all)"""
+    """parallel environments, one per process (Humanoid-v5, MountainCarContinuous: one for all)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 100
     """steps per episode; no episode ends earlier. A rollout is one episode of each environment"""
     buffer_size: PositiveInt = 1_000_000
@@ -74,8 +74,8 @@ class Args(RunArgs):
     """discount factor"""
     n_step: PositiveInt = 3
     """number of rewards that a critic's target sums before it bootstraps (n-step returns, Sutton
-    and Barto 2018, chapter 7; the paper: 1). Only the entropy of the state from which it bootstraps
-    is added"""
+    and Barto 2018, chapter 7; the paper: 1). The target includes the policy's entropy only for the
+    state from which it bootstraps"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """target smoothing coefficient, per update"""
     batch_size: PositiveInt = 128
@@ -149,7 +149,7 @@ def check_args(args: Args):
     if args.n_step > args.episode_length:
         raise UsageError(f"--n-step {args.n_step} is longer than an episode")
     if args.buffer_size < rollout:
-        raise UsageError(f"--buffer-size is smaller than a rollout, {rollout}")
+        raise UsageError(f"--buffer-size {args.buffer_size} is below a rollout of {rollout} steps")
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
     tasks.check_drawing(args, state)
@@ -176,7 +176,7 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def add(self, observations):
-        """Add observations [..., O] to the statistics, in place: a CUDA graph reads them there."""
+        """Update the statistics with observations [..., O], in place: a CUDA graph reads them."""
         x = observations.flatten(0, -2)
         self.count += len(x)
         share, ahead = len(x) / self.count, x.mean(0) - self.mean
@@ -201,7 +201,7 @@ def mlp(inputs: int, outputs: int, layer_norm: bool = False) -> nn.Sequential:
 
 
 class TwinCritic(nn.Module):
-    """Q1 and Q2: observations [B, O], actions [B, A] -> [2, B]. `normalize` is the actor's."""
+    """Q1 and Q2: observations [B, O], actions [B, A] -> [2, B]. The actor shares `normalize`."""
 
     def __init__(self, observation_dim, action_dim, args: Args, normalize):
         super().__init__()
@@ -276,8 +276,8 @@ def exploration_noise(T, N, action_dim, pink):
 
 
 class ReplayBuffer:
-    """A ring of whole rollouts, float32. Fixed-length episodes have no reset inside, so the next
-    observation is the following row. T + 1 rows hold T steps in half the memory of storing both."""
+    """A ring of whole float32 rollouts. Fixed-length episodes have no reset inside, so the next
+    observation is the next row: T + 1 rows take half the memory of T pairs of observations."""
 
     def __init__(self, rollouts, T, N, observation_dim, action_dim, device, gamma=0.95, n_step=1):
         self.gamma = gamma
@@ -312,7 +312,7 @@ class ReplayBuffer:
         index = torch.randint(filled, (batch_size,), device=self.rewards.device)
         rollout = index // starts
         step = index + rollout * (n - 1) * N  # among the actions and rewards
-        row = step + rollout * N  # of the observations, which have one more in every rollout
+        row = step + rollout * N  # among the observations: each rollout has N more of them
         observations, rewards = self.observations.flatten(0, 2), self.rewards.flatten()
         now, later = observations[row], observations[row + n * N]
         returns = sum(self.gamma**k * rewards[step + k * N] for k in range(n))
@@ -482,7 +482,7 @@ if __name__ == "__main__":
         observations[0], _ = envs.reset(seed=env_seeds, options={"film": film})
         for t in range(T):
             with torch.no_grad():
-                if random_actions:  # uniform: erf maps normal noise to it
+                if random_actions:  # erf makes the normal noise uniform
                     action = torch.erf(noise[t] / math.sqrt(2))
                 else:
                     action, _ = acting.sample(torch.as_tensor(observations[t]), noise[t])
@@ -552,6 +552,6 @@ if __name__ == "__main__":
             render = functools.partial(pool.render, size=240) if draw else None
             run.video(episode, envs.metadata.get("render_fps"), render)
 
-    run.save(saved)  # a stopped run, too
+    run.save(saved)  # a stopped run is saved, too
     envs.close()
     run.close()

@@ -5,7 +5,7 @@
 #
 # This runs its steps in a new root directory, and prints the time and space of each. Then the user
 # of the image trains there without network, once directly and once as a job on a Ray head. The hook
-# of kube/rayjob.yaml stops this job; submitted again, it resumes. pip is set up as on this machine.
+# of kube/rayjob.yaml stops this job; submitting it again resumes it. pip is set up as on this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# = 0 ]; then # mounts and processes end with the inner call; only then is the folder removed

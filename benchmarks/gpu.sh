@@ -76,7 +76,7 @@ repeat() { # N: print the device N times
 
 MANY=() devices=("$DEVICE")
 if [ "$DEVICE" = cpu ]; then
-    echo "no GPU: small forms on the CPU, whose times say nothing about a GPU"
+    echo "no GPU: the pieces run on the CPU in small forms, whose times say nothing about a GPU"
     MODEL=tiny_clip SIZE=64 BATCHES="4 8" WORKERS=2 PRECISIONS="fp32 fp16" STATES=2 ROWS="plain" PER_STEP=8 INT8=bf16
     TESTS=embeddings RENDERERS=(warp) STEPS=48
     tiny=(--num-envs 2 --episode-length 8 --gradient-steps 2 --clip-batch-size 4)

@@ -96,7 +96,7 @@ def per_step(own, args, flags):
 
 
 def memory(own, args, flags):
-    """Load, then score two chunks at once as a worker does -> the most GB up to each of the two."""
+    """Load, then score two chunks at once as a worker does -> the peak GB after each."""
     result, chunk = {}, helpers.humanoid_states(args.clip_batch_size)
     scorer = make_scorer(args, args.renderer)
 

@@ -252,7 +252,7 @@ def main():
         if alone:
             share = result["stages"]["end to end"]["frames/s"] / alone
             keep(end_to_end_of_alone=share)
-            print(f"end to end is {share:.3f} of all scorers alone ({alone:.4g} frames/s)")
+            print(f"end to end has {share:.3f} of all scorers' speed alone ({alone:.4g} frames/s)")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class MountainCarTask(gym.Wrapper):
 
 
 class OriginalTask(gym.Wrapper):
-    """Gymnasium's own rules. After the end of an episode a step does nothing: `info["over"]`."""
+    """Keep Gymnasium's rules. After an episode's end, steps only set `info["over"]`."""
 
     def reset(self, *, seed=None, options=None):
         self.over = False

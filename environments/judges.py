@@ -90,8 +90,8 @@ def measure(states):
             and thigh within KNEE of the joint.
         bend [B, 2]: angle of the knee in radians, 0 is straight.
         shin_front [B, 2]: z of the shin's forward axis, -1 if it lies on the floor as in kneeling.
-        knee_at, foot_at [B, 2, 3]: place relative to the pelvis: forward as the robot faces,
-            outward to that side, up; along horizontal axes (they mean nothing if |up| is small).
+        knee_at, foot_at [B, 2, 3]: place relative to the pelvis: forward, outward to that side, up.
+            Forward is horizontal, as the robot faces (it means nothing if |up| is small).
         hand_at [B, 2, 3]: place of the hand relative to the torso in the torso's own axes: forward,
             outward, up. The torso's centre is 6 cm below the shoulders, 47 cm above the hips.
         hand_hip [B, 2]: gap between the hand and the nearest of pelvis, lower waist and thighs.
@@ -298,9 +298,9 @@ def find_task(spec, env_id, target_prompts=()):
         return _own_task(spec)
     task = TASKS.get(spec) if spec else task_for(env_id, target_prompts)
     if task not in tasks_of(env_id):
-        names = ", ".join(task.name for task in tasks_of(env_id)) or "no judge"
+        names = ", ".join(task.name for task in tasks_of(env_id)) or "none"
         problem = f"--judge {spec}" if spec else "name a judge with --judge"
-        here = f"{env_id or 'this'} has {names}; your own is --judge FILE.py:FUNCTION"
+        here = f"the judges of {env_id or 'all tasks'} are: {names}; or name your FILE.py:FUNCTION"
         raise UsageError(f"{problem}: {here}")
     return task
 

@@ -254,7 +254,7 @@ def make_vector_env(args: Any, thunks: list) -> gym.vector.VectorEnv:
     # forkserver: processes share the modules below, and inherit neither CUDA nor threads
     multiprocessing.set_forkserver_preload(["torch", "gymnasium.envs.mujoco"])
     if 60_000_000 * len(thunks) > free_memory():  # bytes of each process; measured: 73 MB
-        raise UsageError(f"--num-envs {len(thunks)}: too little memory for so many processes")
+        raise UsageError(f"--num-envs {len(thunks)}: too little memory is free for so many")
     before = set(multiprocessing.active_children())
     with stop_signals_blocked():
         modes |= {"context": "forkserver", "worker": environment_process, "copy": False}

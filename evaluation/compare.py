@@ -67,7 +67,7 @@ def epic(data, task, labels, reward):
     models, good = reward.models(*words_for(data, task)), truth > truth.mean()
     goal, cameras = models[0].target_prompt, [tuple(range(data.args.views))]
     words = f'"{", ".join(goal + models[0].target_image)}", {len(rows)} states'
-    say(f"{words}, labels: {labels}, above their mean: {100 * good.mean():.1f} %")
+    say(f"{words}, labels: {labels}; {100 * good.mean():.1f} % of the labels are above their mean")
     table = compare(data, rows, truth, models, [goal], reward.reward_alpha, cameras, 1000)
     sizes = {model.clip_model: count_parameters(model.clip_model) for model in models}
     about = {"dataset": data.path.stem, "labels": labels, "task": task and task.name}
@@ -107,11 +107,11 @@ def prompts(data, task, labels, reward, out, judge=None):
     with closing(make_scorer(data.args)) as scorer:
         frames = scorer.render(data.states[rows[shown]], 120)
     words = (f"reward {x:.3f}" for x in best["rewards"][shown])
-    title = "Green: good, red: not good. Rows: highest rewards; highest of not good; lowest of good"
+    title = "Green: good, red: not good. Rows: highest rewards; highest of red; lowest of green"
     cells = map(figures.framed, frames, words, good[shown])
     figures.write_sheet(out / "states.png", cells, title=title)
-    say(f"wrote {out}/prompts.csv ({len(table)} rows) and states.png: for the best row, it shows")
-    say("the ten highest rewards, the ten highest of states not good, the ten lowest of good ones")
+    say(f"wrote {out}/prompts.csv ({len(table)} rows) and states.png, which shows for the best row")
+    say("the ten highest rewards, the ten highest among bad states, the ten lowest among good ones")
     found = {"target_prompt": best["prompt"], "reward_alpha": best["reward_alpha"]}
     found["clip_model"] = best["model"]
     found["baseline_prompt"] = models[0].baseline_prompt if best["reward_alpha"] else ()
@@ -119,7 +119,7 @@ def prompts(data, task, labels, reward, out, judge=None):
     if task.name in judges.HUMANOID and best["prompt"] != task.target_prompt:
         found["judge"] = task.name  # the script finds the judge only by the paper's prompt
     say_worth()
-    say("train with the best:", f"    {training_command(data.args, found)}")
+    say("train with the best row:", f"    {training_command(data.args, found)}")
 
 
 WORTH = Path(__file__).with_name("worth.csv")  # benchmarks/worth.py fills in auc, epic and gap
@@ -130,8 +130,8 @@ def say_worth():
     with WORTH.open(newline="") as file:
         rows = list(csv.DictReader(file))
     tasks, index = np.unique([row["task"] for row in rows], return_inverse=True)
-    say(f"how well these predict success: rank correlation over {len(rows)} policies")
-    say(f"(docs/results.md; 95 % interval), over {len(tasks)} tasks | within a task")
+    say(f"rank correlation of these numbers with the success of {len(rows)} trained policies")
+    say(f"(95 % interval; docs/results.md): over {len(tasks)} tasks | within a task")
 
     def column(name):
         values = np.array([float(row[name]) for row in rows])

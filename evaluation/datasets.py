@@ -76,15 +76,15 @@ def load_dataset(path, own=None) -> Dataset:
         saved = dict(made.pop("flags")) | {"script": made.pop("script")}
         states = columns["states"]
         if states.ndim != 2 or not len(states) or not np.isfinite(states).all():
-            raise ValueError("no states, or NaN or infinity among them")
+            raise ValueError("it has no states, or a NaN or infinity in them")
         data = Dataset(saved, made, **columns, path=path)
     except Exception as error:  # unpacking raises many types
         problem = f"missing, damaged or not what eval_epic.py collect makes: {message_of(error)}"
-        raise UsageError(f"{path}: {problem}") from error
+        raise UsageError(f"{path} is {problem}") from error
     data.args = args_of(saved, path, own or Own())
     size = state_size(data.args, path)
     if size not in (None, states.shape[1]) or len({len(x) for x in columns.values()}) > 1:
-        raise UsageError(f"{path}: not [N, {size}] states of {data.args.env_id}, or uneven columns")
+        raise UsageError(f"{path}: {data.args.env_id} needs states [N, {size}] and columns [N]")
     return data
 
 
@@ -165,19 +165,19 @@ def label_rows(path):
             table[line] = [cell.strip() for cell in cells]
             line = reader.line_num + 1
     except csv.Error as error:
-        raise UsageError(f"{path}, line {line}: not labels: {error} in its cells") from error
+        raise UsageError(f"{path}, line {line}: this is not CSV: {error} in a cell") from error
     (line, header), *rows = [(n, cells) for n, cells in table.items() if any(cells)] or [(1, [])]
     header, wanted = [name.lower() for name in header], ",".join(LABEL_COLUMNS)
     if any(header.count(name) != 1 for name in LABEL_COLUMNS):
         problem = f"the columns must include {wanted}, each once, not {shorten(head, 80)!r}"
-        raise UsageError(f"{path}, line {line}: not labels: {problem}")
+        raise UsageError(f"{path}, line {line}: these are not labels: {problem}")
     if "\0" in text:
-        raise UsageError(f"{path}: not labels: it has NUL bytes; save it as CSV again")
+        raise UsageError(f"{path} has NUL bytes, so it is not CSV; save it as CSV again")
     columns = list(dict.fromkeys(header))
     rows = {line: dict.fromkeys(columns, "") | dict(zip(header, cells)) for line, cells in rows}
     for line, row in rows.items():
         if not all(row[column] for column in LABEL_COLUMNS):
-            raise UsageError(f"{path}, line {line}: not labels: {wanted} must all have a value")
+            raise UsageError(f"{path}, line {line}: {wanted} must all have a value")
     return columns, rows
 
 
@@ -224,7 +224,7 @@ def labels_of(source, dataset, task):
         return dataset.env_reward, {}
     answers = read_labels(source, dataset, task.name)
     if not any(answers.values()):
-        raise UsageError(f"{source}: no label for {task.name} on {dataset.path.stem}")
+        raise UsageError(f"{source} has no label for {task.name} on {dataset.path.stem}")
     labels = np.full(len(dataset), np.nan)
     labels[list(answers["frame"])] = list(answers["frame"].values())
     return labels, answers["episode"]

@@ -181,8 +181,8 @@ def fit(parts, model, out, judge=None):
     found = interval(auc, logits[np.isfinite(logits)], known.good, known.episodes)
     say(f"{len(good)} labels in {len(np.unique(labelled.episodes))} episodes, {good.sum()} good")
     by = ", ".join(f"{who}: {count}" for who, count in whose.items())
-    say(f"labels by {by}; all weigh the same")
-    say("AUC (95 % interval), the head's on episodes that were held out:")
+    say(f"labels by {by}; all have the same weight")
+    say("AUC (95 % interval); for the head, it is measured on held-out episodes:")
     few = "    unknown: too few labels to hold any out"
     say("    {:.3f} ({:.3f} to {:.3f})  the head".format(*found) if np.isfinite(found[0]) else few)
     prompts, _ = words_for(data, task)
@@ -191,7 +191,7 @@ def fit(parts, model, out, judge=None):
         beside = interval(auc, words, good, labelled.episodes)
         say("    {:.3f} ({:.3f} to {:.3f})  ".format(*beside) + f'"{", ".join(prompts)}"')
     for size, value in curve.items():
-        say(f"    {value:.3f}  the head of {size} labels")
+        say(f"    {value:.3f}  a head fitted to {size} labels")
     counts = {"good": int(good.sum()), "other": int((~good).sum())}
     about = {"flags": flags, "labels": counts, "task": task and task.name, "auc": found[0]}
     tensors = (torch.tensor(x, dtype=torch.float32) for x in (weight, np.atleast_1d(bias)))
@@ -213,7 +213,7 @@ def fit(parts, model, out, judge=None):
             script = os.path.relpath(script_of(part.args).__file__)
             words = ["python", script, "--resume", str(newest[0]), "--reward-head", str(out)]
             command = shlex.join(words + (["--judge", judge] if judge else []))
-    say("train with it:", f"    {command}")
+    say("train with this head:", f"    {command}")
 
 
 def least_sure(path, data):
@@ -244,7 +244,7 @@ def most_likely(name, data, task):
     or else of the dataset, the highest first. Raises UsageError."""
     prompts, _ = words_for(data, task)
     if not prompts:
-        raise UsageError(f"--likely: neither {task.name} nor {data.path} has words to score by")
+        raise UsageError(f"--likely {name}: neither {task.name} nor {data.path} has a prompt")
     model = HeadModel(target_prompt=prompts, clip_model=name)
     model.check_reward()
     embeddings, clip = embed(model, data.args, data.states)

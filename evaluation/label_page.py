@@ -224,10 +224,10 @@ def serve(session, port=0):
     with ThreadPoolExecutor(1) as drawing:  # a GL context belongs to one thread
         pictures = drawing.submit(make_scorer, dataset.args).result()
         with PageServer(session, drawing, pictures, port) as server:
-            say(f"open {server.url} and answer by key; Ctrl-C ends")
+            say(f"open {server.url} and answer by key press; Ctrl-C ends the session")
             ssh = f"ssh -NL {server.server_port}:127.0.0.1:{server.server_port} THIS_MACHINE"
             say(f"for a browser on another machine, first type there: {ssh}")
             with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
         drawing.submit(pictures.close).result()
-    say(f"{total - len(session.todo())} of {total} labelled, in {session.path}")
+    say(f"{total - len(session.todo())} of {total} are labelled, in {session.path}")

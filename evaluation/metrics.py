@@ -72,7 +72,7 @@ def interval(statistic, x, y, episodes, resamples=2000, seed=0):
         return value, math.nan, math.nan
 
     def resampled(drawn):
-        times = np.bincount(drawn, minlength=len(numbers))[index]  # each state's episode was drawn
+        times = np.bincount(drawn, minlength=len(numbers))[index]  # draws of each state's episode
         return statistic(np.repeat(x, times), np.repeat(y, times))
 
     settings = {"vectorized": False, "method": "percentile", "batch": 100, "rng": seed}

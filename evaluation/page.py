@@ -57,7 +57,7 @@ def films(folder):
                 title += f": {100 * won['success_rate']:.0f} % of {won['episodes']} episodes"
             yield f"<h2>{html.escape(title)}</h2>"
             yield f'<video src="{url}" controls loop muted></video>'
-            yield f'<p><img src="{picture}" alt="moments of it"></p>'
+            yield f'<p><img src="{picture}" alt="moments of the video"></p>'
 
 
 def write_page(folder):

@@ -122,7 +122,7 @@ def embed(model: clip_reward.RewardArgs, args, states):
 def through(make_reward, model, args, states):
     """Draw states [N, S] as a script does with `args` -> the results of `make_reward` (as for a
     Scorer) for these pictures, on the first of the model's devices."""
-    args = replace(args, clip_model=model.clip_model)  # its render size is the default
+    args = replace(args, clip_model=model.clip_model)  # the model's render size is the default
     make_renderer = functools.partial(script_of(args).make_renderer, args)
     size = max(1, model.clip_batch_size // args.views)
     starts = tqdm(range(0, len(states), size), f"{size} states each", disable=None)

@@ -119,7 +119,7 @@ def checkpoint_paths(run, names) -> list[Path]:
     for path in paths or [folder]:
         if not path.is_file():
             there = ", ".join(map(str, steps)) or "none"
-            raise UsageError(f"{run}: no {path.name}; choose best or a step: {there}")
+            raise UsageError(f"{run} has no {path.name}; choose best or a step: {there}")
     return paths
 
 
@@ -163,7 +163,7 @@ def rollout(args, path, seeds, explore=False):
         found = {"action": actions, "observation": observations, "reward": rewards}
         for name, values in (found | {"state": states}).items():
             if not np.isfinite(values).all():
-                raise RunError(f"{path}: NaN or infinity in the {name} of step {step}")
+                raise RunError(f"{path}: there is a NaN or infinity in the {name} of step {step}")
         steps.append((states, rewards))
     envs.close()
     states, env_reward = (np.concatenate(np.stack(column, 1)) for column in zip(*steps))

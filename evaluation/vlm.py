@@ -31,7 +31,7 @@ ANSWER = r"(?is)(\s*<think>.*</think>)?\W*(json)?\W*(answer\b\W*)?(?P<word>yes|n
 def ask(session, indices, model, url, use):
     """Call `use(index, answer)` (True, False, None) for each frame of a label_page.Session in turn,
     AT_ONCE requests at once; url None: OPENAI_BASE_URL, or else OpenAI's. Raises RunError when the
-    server fails for good or none of the first answers can be read, UsageError without a client."""
+    server keeps failing or none of the first answers can be read, UsageError without openai."""
     try:
         import openai
     except ImportError as error:
@@ -76,7 +76,7 @@ def ask(session, indices, model, url, use):
                     tally[word] += 1
                     use(index, ANSWERS[word])
                 if k == 0 and tally["unreadable"] == AT_ONCE:
-                    raise openai.OpenAIError(f"no answer is yes, no or unsure; the last: {said!r}")
+                    raise openai.OpenAIError(f"no answer is yes, no or unsure; one is {said!r}")
                 counts = ", ".join(f"{count} {word}" for word, count in tally.items())
                 say(f"{k + len(batch)} of {len(indices)}: {counts}")
 
@@ -114,9 +114,9 @@ def check(session, model, url, count):
         same = binomtest(len(sure) - len(wrong), len(sure))
         low, high = same.proportion_ci(method="wilson")
         share = f"{same.statistic:.0%} (95% interval {low:.0%} to {high:.0%})".replace("%", " %")
-        say(f"agreement {share} of the {len(sure)} answers yes or no")
+        say(f"agreement: {share} of the {len(sure)} answers that are yes or no")
     if wrong:
         sheet = datasets.results_folder(data.folder / "check") / "disagreements.png"
         numbers, good = map(str, wrong), map(truth.get, wrong)
         figures.draw_sheet(sheet, data.args, data.states[wrong], numbers, good)
-        say(f"wrote {sheet} (green: good, and the model said no)")
+        say(f"wrote {sheet} (green: good states, for which the model said no)")

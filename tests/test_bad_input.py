@@ -37,9 +37,9 @@ BOTH = """
 --total-timesteps 0                         | total_timesteps
 --total-timesteps 1e6                       | --total-timesteps
 --num-envs 0                                | num_envs
---num-envs 100000000                        | --buffer-size is smaller than a rollout
+--num-envs 100000000                        | is below a rollout of
 --episode-length 0                          | episode_length
---buffer-size 10                            | --buffer-size is smaller than a rollout
+--buffer-size 10                            | is below a rollout of
 --batch-size 0                              | batch_size
 --score-every 0                             | score_every
 --gradient-steps 0                          | gradient_steps
@@ -71,7 +71,7 @@ BOTH = """
 --clip-model ViT-B-32/laion2b               | nearest
 --clip-model local-dir:/nowhere             | open_clip_config.json
 --clip-model local-dir:{folder}             | open_clip_config.json
---reward-head /nowhere.safetensors          | --reward-head No such file
+--reward-head /nowhere.safetensors          | /nowhere.safetensors does not exist
 --reward-head {readme}                      | not made by eval_epic.py fit
 --clip-batch-size 0                         | clip_batch_size
 --reward-devices cuda:99                    | cuda:99

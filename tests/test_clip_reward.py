@@ -800,10 +800,10 @@ def test_cards_whose_driver_does_not_start_are_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     clip_reward.cuda_devices.cache_clear()
-    with pytest.raises(UsageError, match="^2 .*driver version is insuf.*--reward-devices cpu") as e:
+    with pytest.raises(UsageError, match="^GPUs.* 2, .*version is ins.*--reward-devices cpu") as e:
         RewardArgs(target_prompt=("words",), clip_model=LARGE).check_reward()
     assert "\n" not in str(e.value)
-    assert f"torch {torch.__version__} needs a driver for CUDA 13: update it" in str(e.value)
+    assert f"torch {torch.__version__} needs a driver for CUDA 13: update the" in str(e.value)
     RewardArgs(target_prompt=("words",), clip_model=TINY, reward_devices=("cpu",)).check_reward()
     clip_reward.cuda_devices.cache_clear()
 
@@ -862,7 +862,7 @@ def test_a_scorer_draws_and_scores():
     assert Scorer(None, MeanReward).score(frames)[0].tolist() == [5, 5]
     assert Scorer(None, lambda device: lambda frames: [5, 6]).score(frames)[0].tolist() == [5, 6]
     make_reward = functools.partial(MeanReward, error=torch.OutOfMemoryError())
-    with pytest.raises(RunError, match="^cpu has no memory for so many.*--clip-batch-size$"):
+    with pytest.raises(RunError, match="^cpu has too little memory for .*--clip-batch-size$"):
         Scorer(PaintRenderer, make_reward).score(states)
 
 

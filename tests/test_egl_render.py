@@ -119,7 +119,7 @@ def test_a_gpu_that_egl_does_not_know_is_drawn_on_by_warp():
         egl_render.gl_renderer()
     """
     _, err = run_python(script, expect=1)
-    assert "UsageError: no OpenGL to draw with (RuntimeError: " in err and "[warp]" in err
+    assert "UsageError: there is no OpenGL to draw with (RuntimeError: " in err and "[warp]" in err
 
 
 def test_a_cuda_worker_whose_opengl_is_set_but_missing_draws_by_warp():
@@ -141,7 +141,7 @@ def test_a_cuda_worker_whose_opengl_is_set_but_missing_draws_by_warp():
     out, err = run_python(script, 1, MUJOCO_GL="egl")
     assert out == "warp False"
     assert err.startswith("no OpenGL: mujoco cannot be imported (") and "MUJOCO_GL is egl" in err
-    assert "UsageError: no OpenGL to draw with" in err.splitlines()[-1]
+    assert "UsageError: there is no OpenGL to draw with" in err.splitlines()[-1]
 
 
 def test_what_draws_decides_what_auto_means(monkeypatch):
@@ -205,7 +205,7 @@ def test_no_gl_library_is_one_line_that_says_what_to_type():
         except egl_render.UsageError as error:
             print(error)
     """)
-    assert out.startswith("no OpenGL") and "\n" not in out
+    assert out.startswith("there is no OpenGL") and "\n" not in out
     assert "; type: apt-get update && apt-get install -y libegl1" in out
     assert 'without OpenGL: pip install ".[warp]"' in out
 

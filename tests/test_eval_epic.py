@@ -407,7 +407,7 @@ def test_epic_of_a_model_to_the_judge(cart, cart_rewards, capsys):
         count = sum(w.numel() for w in weights)  # without batch norm's, which it folds away
         assert int(row["parameters"]) == pytest.approx(count, rel=1e-3)
     out = capsys.readouterr().out
-    assert f"{float(table[1.0]['epic']):.3f} (" in out and "above their mean: " in out
+    assert f"{float(table[1.0]['epic']):.3f} (" in out and "labels are above their mean" in out
     with Image.open(cart.with_suffix("") / "epic_judge" / "epic.png") as image:
         assert len(np.unique(np.asarray(image.convert("L")))) > 20
     # and CartPole's own reward is the judge's verdict here
@@ -746,7 +746,7 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     save_flags(tmp_path / "e", make_args(dqn), leap=True)
     assert "leap" in message(tmp_path / "e")
     assert "no step_7.pt; choose best or a step: 64" in message(runs["good"], checkpoint="7")
-    assert "CartPole-v1 has cartpole" in message(runs["good"], judge="kneeling")
+    assert "judges of CartPole-v1 are: cartpole;" in message(runs["good"], judge="kneeling")
     assert "has no cartpole" in message(runs["good"], compare=runs["car"])
     ignored = shutil.ignore_patterns("success*", "index.html")
     broken = shutil.copytree(runs["good"], tmp_path / "c", ignore=ignored)
@@ -758,7 +758,7 @@ def test_missing_foreign_and_damaged_runs(runs, tmp_path):
     assert not list(broken.glob("success*"))
     dancing = make_args(sac, target_prompt=("a humanoid robot dancing",))
     save_flags(tmp_path / "d", dancing)
-    words = "name a judge with --judge: Humanoid-v5 has kneeling, lotus"
+    words = "name a judge with --judge: the judges of Humanoid-v5 are: kneeling"
     assert words in message(tmp_path / "d")
     assert "needs either --run" in message(None)
     damages = ["", "{", "null", "[]", "7"]
@@ -859,7 +859,7 @@ def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     assert "No such file" in message(labels=str(tmp_path / "none.csv"))
     none = dataclasses.replace(MODEL, reward_alpha=())
     assert "--reward-alpha" in message(reward=none)
-    assert "CartPole-v1 has cartpole" in message(judge="lotus")
+    assert "judges of CartPole-v1 are: cartpole;" in message(judge="lotus")
     none = {"dataset": cart, "labels": str(tmp_path / "none.csv")}
     assert "No such file" in refused(eval_epic.Success(**none))
     reward = dataclasses.replace(MODEL, target_prompt=("an arm",))
@@ -868,7 +868,7 @@ def test_datasets_and_labels_that_do_not_do(cart, data, tmp_path):
     datasets.save_dataset(held, reach)
     assert "--labels env: all 4 labels" in message(reach, labels="env", reward=reward)
     for kind in (eval_epic.Sheet, eval_epic.Success, eval_epic.Prompts):
-        assert "Reacher-v5 has no judge" in refused(kind(dataset=reach, labels="env"))
+        assert "judges of Reacher-v5 are: none" in refused(kind(dataset=reach, labels="env"))
     assert not cart.with_suffix("").exists() and not reach.with_suffix("").exists()
 
 
@@ -1083,7 +1083,7 @@ def test_what_looking_was_worth_is_computed_from_the_table(capsys):
     compare.say_worth()
     lines = capsys.readouterr().out.splitlines()
     rows = read_table(compare.WORTH)
-    assert f"over {len(rows)} policies" in lines[0] and len(rows) >= 30
+    assert f"of {len(rows)} trained" in lines[0] and len(rows) >= 30
     tasks = np.array([row["task"] for row in rows])
     assert set(tasks) <= set(judges.HUMANOID)
     success = np.array([float(row["success"]) for row in rows])

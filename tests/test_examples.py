@@ -97,7 +97,7 @@ def test_a_failed_run_is_one_line_and_the_others_finish(finished):
     failed = [line for line in printed.splitlines() if "FAILED" in line]
     console = out / "CartPole" / BAD / "1/console.txt"
     assert failed == [f"FAILED, exit code 2: see {console}"] and "Traceback" not in printed
-    assert "target and baseline prompt are the same" in console.read_text()
+    assert "target and baseline prompts are the same" in console.read_text()
 
 
 # ------------------------------------------------------------------------------ gym_wrapper.py

@@ -208,9 +208,9 @@ def test_raised_hands_are_above_the_head_and_not_beside_one_that_leans():
 def test_a_judge_by_name_or_from_ones_own_file(tmp_path):
     qpos = poses.sample("kneeling", np.random.default_rng(3), 2)
     assert judges.find_task("kneeling", None).judge(qpos).tolist() == [True, True]
-    with pytest.raises(UsageError, match="--judge dancing: this has cartpole, .*FILE.py:FUNCTION"):
+    with pytest.raises(UsageError, match="--judge dancing: .* are: cartpole, .*FILE.py:FUNCTION"):
         judges.find_task("dancing", None)
-    with pytest.raises(UsageError, match="--judge cartpole: Humanoid-v5 has kneeling, lotus"):
+    with pytest.raises(UsageError, match="--judge cartpole: .* of Humanoid-v5 are: kneeling"):
         judges.find_task("cartpole", "Humanoid-v5")
     path = tmp_path / "mine.py"
     path.write_text(

@@ -489,7 +489,7 @@ def test_ten_frames_are_labelled_by_key_in_a_browser(browser, frames, tmp_path):
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
         said = server.process.stdout.read()
-        assert f"10 of 10 labelled, in {path}" in said
+        assert f"10 of 10 are labelled, in {path}" in said
         assert f"python eval_epic.py fit --dataset {frames}" in said
     assert requested_hosts(browser) == {"127.0.0.1"}
     asked = {line.split()[1] for line in server.log.read_text().splitlines()}

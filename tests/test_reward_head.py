@@ -90,7 +90,7 @@ def test_a_head_is_fitted_named_and_shown(labelled, head):
         labelled.with_suffix("") / "labels.csv", data, judges.TASKS["cartpole"]
     )
     assert float(lines[f'"{PROMPT}"']) == pytest.approx(auc(words.numpy(), truth > 0), abs=2e-3)
-    assert [f"the head of {size} labels" in printed for size in (25, 50, 100, 200)] == [True] * 4
+    assert [f"head fitted to {size} labels" in printed for size in (25, 50, 100, 200)] == [True] * 4
     assert f"--reward-head {path}" in printed and "python dqn_clip_classic.py" in printed
     sheet = Image.open(path.with_suffix(".png"))
     assert sheet.width > 1000 and len(sheet.getcolors(10**6)) > 50
@@ -253,7 +253,7 @@ def test_a_second_dataset_may_have_no_good_state(labelled, tmp_path):
 
 
 def test_what_cannot_be_uncertain(labelled, head, tmp_path):
-    for path, problem in (labelled, "not made by eval_epic.py fit"), ("nothing", "No such file"):
+    for path, problem in (labelled, "not made by eval_epic.py fit"), ("nothing", "does not exist"):
         with pytest.raises(UsageError, match=f"--uncertain .*{problem}"):
             eval_epic.Label(dataset=labelled, uncertain=path)()
     for order in {"uncertain": head[0]}, {"likely": TINY}:
@@ -301,12 +301,12 @@ def test_a_head_that_does_not_fit_is_one_line(head, tmp_path):
     other = refusal(*words, "--env-id", "MountainCar-v0")
     assert "fitted with env id CartPole-v1, not MountainCar-v0" in other
     words[1] = tmp_path / "missing"
-    assert "No such file" in refusal(*words)
+    assert "does not exist" in refusal(*words)
     (tmp_path / "half").write_bytes(path.read_bytes()[:400])
     save_file({"weight": torch.zeros(64), "bias": torch.zeros(1)}, tmp_path / "foreign")
     for name in "half", "foreign":
         words[1] = tmp_path / name
-        assert "is damaged, or not made by eval_epic.py fit" in refusal(*words)
+        assert "is damaged, or was not made by eval_epic.py fit" in refusal(*words)
 
 
 SMALL = [
@@ -398,5 +398,5 @@ def test_a_head_of_another_shape_or_type_is_refused(tmp_path):
     wrong += [(weight, bias, about | {"labels": x}) for x in ({}, None, {"good": 0, "other": "4"})]
     for parts in wrong:
         path.write_bytes(Head(*parts).to_bytes())
-        with pytest.raises(ValueError, match="damaged, or not made by eval_epic.py fit"):
+        with pytest.raises(ValueError, match="damaged, or was not made by eval_epic.py fit"):
             load_head(str(path))

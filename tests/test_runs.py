@@ -127,7 +127,7 @@ def test_what_counts_no_steps_is_no_checkpoint(count, tmp_path):
 
 def test_a_refusal_is_one_printable_line_whatever_a_file_holds(tmp_path):
     (tmp_path / "args.json").symlink_to("/dev/zero")  # without an end
-    with pytest.raises(UsageError, match="args.json is damaged: more than a megabyte$"):
+    with pytest.raises(UsageError, match="args.json is damaged: it is larger than a megabyte$"):
         saved_flags(tmp_path)
     assert cut(UsageError("a\nb\x1b[2J\0" + "c" * 10**6)) == "a b[2J" + "c" * 691 + " .."
     line = "the name as it is: ünï"
@@ -411,11 +411,11 @@ def test_a_run_is_found_by_latest_and_by_the_folder_around_it(tmp_path, monkeypa
         os.utime(folder / "args.json", (age, age))
     assert run_folder("latest") == two and run_folder(one) == run_folder("runs/kneeling") == one
     for name in ("nowhere", "runs/kneeling/one/none", "."):
-        with pytest.raises(UsageError, match="neither a run's folder .* nor one with a single run"):
+        with pytest.raises(UsageError, match="neither a run's folder .* nor a folder with one run"):
             run_folder(name)
     (tmp_path / "runs/three").mkdir()
     (tmp_path / "runs/three/args.json").write_text("{}")
-    with pytest.raises(UsageError, match="nor one with a single run"):
+    with pytest.raises(UsageError, match="nor a folder with one run"):
         run_folder("runs")
 
 

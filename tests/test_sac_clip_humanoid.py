@@ -415,7 +415,7 @@ def test_what_is_larger_than_the_memory_is_refused(script, flag, value, monkeypa
         flags["buffer_size"] = 10**30
     names = {"episode_length": "--render-size, --video-freq", "num_envs": "buffer-size"}
     name = names.get(flag, flag.replace("_", "-"))
-    message = f"{name}.*: [0-9,.]+ GB are needed, 10.0 GB are free$"
+    message = f"{name}.*: [0-9,.]+ GB are needed, but 10.0 GB are free$"
     with pytest.raises(UsageError, match=message):
         script.check_args(script.Args(target_prompt=("words",), **flags))
 

@@ -245,7 +245,7 @@ def test_what_fails_for_good_ends_in_one_line_and_keeps_the_answers(
     assert "timed out" in refused()
     with pytest.raises(ValueError, match="url\n.*should match pattern"):
         label(frames, server, path, url="localhost:8000")
-    assert "--by is about frames" in refused(unit="episode")
+    assert "--by is about frames; leave out" in refused(unit="episode")
     assert "need --by" in refused(by=None)
     monkeypatch.setitem(sys.modules, "openai", None)  # as if it were not installed
     assert 'pip install ".[vlm]"' in refused()
@@ -284,7 +284,7 @@ def test_check_counts_agreement_with_a_person_or_the_judge(frames, server, tmp_p
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     low, high = 100 * (middle - half), 100 * (middle + half)
-    assert f"agreement 94 % (95 % interval {low:.0f} % to {high:.0f} %) of the 47 answers" in said
+    assert f"agreement: 94 % (95 % interval {low:.0f} % to {high:.0f} %) of the 47 answers" in said
     sheet = re.search(r"wrote (\S+) \(", said)[1]
     colours = np.asarray(Image.open(sheet)).reshape(-1, 3)
     assert (colours == (0, 150, 0)).all(1).any() and (colours == (210, 0, 0)).all(1).any()
@@ -296,7 +296,7 @@ def test_check_counts_agreement_with_a_person_or_the_judge(frames, server, tmp_p
     before = path.read_bytes()
     label(frames, server, path, check=100)
     said = capsys.readouterr().out
-    assert "a person's labels" in said and "10 frames" in said and "agreement 100 %" in said
+    assert "a person's labels" in said and "10 frames" in said and "agreement: 100 %" in said
     assert path.read_bytes() == before
 
 
@@ -316,7 +316,7 @@ def test_all_commands_take_the_labels_and_fit_says_whose_they_are(
     out = tmp_path / "head.safetensors"
     eval_epic.Fit(dataset=(frames,), labels=str(path), out=out, reward=model)()
     said = capsys.readouterr().out
-    assert "a person: 2" in said and "tiny-vlm: 46" in said and "all weigh the same" in said
+    assert "a person: 2" in said and "tiny-vlm: 46" in said and "all have the same weight" in said
     assert float(re.search(r"(\d\.\d+) \(.*the head", said)[1]) > 0.6
     rewards = eval_epic.Rewards(clip_model=("tiny_clip",))
     eval_epic.Epic(dataset=frames, labels=str(path), reward=rewards)()

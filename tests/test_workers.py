@@ -167,7 +167,7 @@ def reward_without(error):
         (reward_that(error=helpers.Unpicklable), 1, RunError, r"in forward.*holds a lock"),
         (
             *(reward_that(error=torch.OutOfMemoryError()), 1, RunError),
-            "^cpu has no memory for so many frames at once; use a smaller --clip-batch-size$",
+            "^cpu has too little memory for 2 states at once; use a smaller --clip-batch-size$",
         ),
         (
             reward_of_shape(1),
@@ -415,7 +415,7 @@ class OtherLooks(PaintRenderer):
 
 def test_workers_that_draw_otherwise_are_an_error():
     pool = Pool(OtherLooks, MeanReward, ["cpu", "cpu"])
-    with pytest.raises(RunError, match="draws with egl .*, the others with egl.*--renderer"):
+    with pytest.raises(RunError, match="draws with egl .*, but the others .* egl.*--renderer"):
         pool.wait_ready()
     pool.close()
 

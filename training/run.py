@@ -60,10 +60,10 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     reward: a task in environments/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool);
     default: the task with the given prompt, if there is one"""
     resume: str | None = None
-    """what to resume. A run's folder, or a folder with one run in it: this run, with its own flags.
-    latest: the newest run in --runs-dir that was started with these flags, or a new run if there is
-    none. A checkpoint, RUN/checkpoints/step_<n>.pt: a new run that starts with its networks and may
-    have other flags, such as another --reward-head"""
+    """what to resume. A run's folder, or a folder with one run in it, continues that run with its
+    own flags. latest continues the newest run in --runs-dir that was started with these flags, or
+    starts a new run if there is none. A checkpoint, RUN/checkpoints/step_<n>.pt, gives its networks
+    to a new run, which may have other flags, such as another --reward-head"""
 
     @property
     def frame_size(self) -> int:
@@ -71,8 +71,8 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
         return self.render_size or render_size_of(self.clip_model)
 
 
-# These flags may be given with --resume. They say how long, where and how often, but not what is
-# learned. (DQN's schedules depend on --total-timesteps and stretch with it.)
+# These flags may be given with --resume. They set how long and where a run continues, and how
+# often it saves, but not what it learns. (DQN's schedules stretch with --total-timesteps.)
 RESUME_MAY_CHANGE = set(
     "total_timesteps checkpoint_freq video_freq reward_devices clip_batch_size "
     "compile track judge runs_dir resume renderer".split()
@@ -119,7 +119,7 @@ def check_memory(args, needs):
     for sizes, free in ((needs, learner), (pictures, host)):
         if sum(sizes.values()) > free:
             most = max(sizes, key=sizes.get)
-            problem = f"{sizes[most] / 1e9:,.1f} GB are needed, {free / 1e9:,.1f} GB are free"
+            problem = f"{sizes[most] / 1e9:,.1f} GB are needed, but {free / 1e9:,.1f} GB are free"
             raise UsageError(f"{most}: {problem}")
 
 
@@ -131,7 +131,7 @@ def run_folder(name):
         found = sorted(Path("runs").rglob("args.json"), key=os.path.getmtime)[-1:]
         say(*(f"latest: {path.parent}" for path in found))
     if len(found) != 1:
-        raise UsageError(f"{name} is neither a run's folder (args.json) nor one with a single run")
+        raise UsageError(f"{name} is neither a run's folder (args.json) nor a folder with one run")
     return found[0].parent
 
 
@@ -143,7 +143,7 @@ def saved_flags(run_dir):
         with path.open() as file:
             text = file.read(1_000_001)
         if len(text) > 1_000_000:
-            raise ValueError("more than a megabyte")
+            raise ValueError("it is larger than a megabyte")
         return dict(json.loads(text).items())
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: {message_of(error)}") from error
@@ -425,7 +425,7 @@ class Run:
         except BlockingIOError:
             raise UsageError(f"another process is writing to {self.folder}") from None
         except OSError as error:
-            warn(f"{self.folder} cannot be locked ({error}); do not resume it while it runs")
+            warn(f"{self.folder} cannot be locked ({error}); do not resume it until this run ends")
 
     def _newest_checkpoint(self):
         """Load the newest intact checkpoint; damaged ones are renamed."""
@@ -463,7 +463,7 @@ class Run:
             parts = {name: part for name, part in parts.items() if isinstance(part, module)}
         elif self.args.reward != "ground-truth" and look != restored.get("look", look):
             were = f"the run's pictures were drawn by {restored['look']}, and now {look} draws them"
-            raise UsageError(f"{were}: choose with --renderer")
+            raise UsageError(f"{were}: choose the first with --renderer")
         try:
             for name, part in parts.items():
                 state = restored[name]

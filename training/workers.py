@@ -129,8 +129,8 @@ class Pool:
         look, line = result
         self.look = self.look or look
         if look != self.look:
-            problem = f"{number} draws with {look}, the others with {self.look}"
-            raise RunError(f"{problem}: choose with --renderer")
+            problem = f"{number} draws with {look}, but the others draw with {self.look}"
+            raise RunError(f"{problem}: choose one with --renderer")
         self.lines.append(f"{number}: {line}")
 
     def _next(self):
@@ -154,7 +154,7 @@ class Pool:
 def load(make_renderer, make_reward, device):
     """Set up this process as a worker -> its Scorer."""
     if device == "cpu":
-        torch.set_num_threads(1)  # whatever the number of workers, the same sums in the same order
+        torch.set_num_threads(1)  # so that sums do not depend on the number of workers
         os.nice(10)  # physics first: the next states wait for it
     # timm would import wandb, which takes three seconds and leaves folders if a worker is killed
     sys.modules.setdefault("wandb", None)
