@@ -159,8 +159,8 @@ class RewardArgs:
     default is every CUDA device, or else one "cpu" per core (at most four). ray uses every GPU of a
     Ray cluster (its CPUs if it has no GPU), and ray:N uses N of them"""
     compile: bool = False
-    """compile the updates (on a GPU into one CUDA graph) and CLIP's image tower; the start takes
-    longer, but every step takes less time"""
+    """compile CLIP's image tower and, in training, the updates (on a GPU into one CUDA graph); the
+    start takes longer, but every step takes less time"""
     clip_precision: Literal["auto", "fp16", "bf16", "fp32", "int8"] = "auto"
     """number format of CLIP's image tower; auto: fp32 on the CPU, fp16 on a GPU, or bf16 there if
     fp16 overflows; int8: int8 for its linear layers, by torchao"""
@@ -208,7 +208,7 @@ class RewardArgs:
         if str(device) == "cpu" and not folder and "cpu" not in self.reward_devices:
             raise UsageError(
                 f"--clip-model {self.clip_model} needs a CUDA GPU, and there is none that works; "
-                "nothing was downloaded. Use the small embedded model, --clip-model tiny_clip, or "
+                "nothing was downloaded. Use the small bundled model, --clip-model tiny_clip, or "
                 "wait for days with --reward-devices cpu"
             )
 
@@ -409,7 +409,7 @@ def ensure_downloaded(name: str) -> None:
     except Exception as error:  # the hub's, urllib's, transformers': all mean the same to the user
         raise UsageError(
             f"cannot get the weights of {name}: {message_of(error)}; if offline, use "
-            "--clip-model tiny_clip (small, embedded, not zero-shot), or copy a model's files, "
+            "--clip-model tiny_clip (small, bundled, not zero-shot), or copy a model's files, "
             "which docs/troubleshooting.md lists, into a folder and use --clip-model "
             "local-dir:FOLDER"
         ) from error
@@ -514,7 +514,7 @@ def round_linear_layers(visual: nn.Module, name: str) -> None:
 
 @contextlib.contextmanager
 def weights_in_their_file():
-    """Make modules whose parameters take no memory until load_state_dict assigns a file's weights.
+    """Let parameters take no memory in this context until load_state_dict assigns a file's weights.
     A safetensors file is memory-mapped, so all processes that read it share one copy."""
     register, load = nn.Module.register_parameter, nn.Module.load_state_dict
 
@@ -656,7 +656,7 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
         blocks = [part for name, part in visual.named_modules() if re.fullmatch(names, name)]
         for block in blocks or [visual]:
             block.compile()
-        with torch.inference_mode():  # as in Scorer; code compiled for two sizes serves all but 1
+        with torch.inference_mode():  # as in Scorer; two sizes give code for all sizes except 1
             for count in (BATCH, 2, 1):
                 reward(np.zeros((count, 64, 64, 3), np.uint8))
     return reward

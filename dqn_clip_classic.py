@@ -71,7 +71,7 @@ class Args(RunArgs):
     total_timesteps: PositiveInt = 40_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 4
-    """parallel environments, one per process (CartPole-v1, MountainCar-v0: one for all)"""
+    """parallel environments, each in a process (CartPole-v1, MountainCar-v0: all in one)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 200
     """steps per episode; a rollout is one episode of each environment"""
     terminate: bool = False

@@ -156,9 +156,9 @@ class RenderArgs:
     """metres from the camera to the point it looks at. Without the four --camera flags, the
     humanoid has the paper's camera, and any other task its own"""
     camera_azimuth: tuple[Annotated[float, Interval(ge=-360, le=360)], ...] = ()
-    """the camera's direction, in degrees around the vertical axis. With several, CLIP scores one
-    picture from each, and the reward of a state is their mean (default: 180 120 240 for the
-    humanoid, because a single camera may not see its knees and hands; the paper: 180)"""
+    """the camera's direction, in degrees around the vertical axis. With several directions, CLIP
+    scores one picture from each, and a state's reward is the mean score (default: 180 120 240 for
+    the humanoid, because a single camera may not see its knees and hands; the paper: 180)"""
     camera_elevation: Annotated[float | None, Interval(ge=-360, le=360)] = None
     """the camera's tilt in degrees; with a negative tilt it looks down"""
     camera_lookat: tuple[Metres, Metres, Metres] | None = None

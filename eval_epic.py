@@ -71,7 +71,7 @@ egl_render.setup_gl()  # before an environment or a judge imports mujoco
 
 @dataclass
 class Pictures(egl_render.RenderArgs):
-    """How states are drawn. The defaults are the run's own flags, or those of training."""
+    """How states are drawn. The defaults are the run's flags, or else the script's."""
 
     textured: bool | None = None
 
@@ -308,7 +308,7 @@ class Label(OnDataset):
     """how many to label (default: all). Their order is random, so you can stop at any time and
     still have an unbiased sample"""
     uncertain: Path | None = None
-    """a head that fit has written: ask first about the frames that it is least sure of"""
+    """a head written by `fit`: ask first about the frames that it is least sure of"""
     likely: str | None = None
     """a model, such as tiny_clip: ask first about the frames that it scores highest with the task's
     prompt, because the pose is rare in the dataset"""

@@ -65,7 +65,7 @@ class Args(RunArgs):
     total_timesteps: PositiveInt = 300_000
     """environment steps, rounded up to whole rollouts"""
     num_envs: PositiveInt = 8
-    """parallel environments, one per process (Humanoid-v5, MountainCarContinuous: one for all)"""
+    """parallel environments, each in a process (Humanoid-v5, MountainCarContinuous: all in one)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 100
     """steps per episode; no episode ends earlier. A rollout is one episode of each environment"""
     buffer_size: PositiveInt = 1_000_000
@@ -157,7 +157,7 @@ def check_args(args: Args):
     numbers = observation_dim + math.prod(actions.shape) + 1
     check_memory(args, {
         "--buffer-size": 4 * transitions * numbers,
-        "--batch-size": 4 * args.batch_size * (2 * observation_dim + 12 * HIDDEN),  # measured: 14
+        "--batch-size": 4 * args.batch_size * (2 * observation_dim + 12 * HIDDEN),  # in fact 14
         "HIDDEN": 4 * 14 * HIDDEN**2,  # five networks; three have a gradient and two averages each
     })  # fmt: skip
     args.check_reward()
@@ -234,7 +234,7 @@ class Actor(nn.Module):
     def forward(self, observations):
         """[B, O] -> mean [B, A] and log standard deviation [B, A] before squashing."""
         mean, log_std = self.net(self.normalize(observations)).chunk(2, dim=1)
-        # tanh keeps log_std inside its range smoothly: clamping would stop the gradient there
+        # tanh bounds log_std smoothly: clamping would stop the gradient outside the bounds
         log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1)
         return mean, log_std
 
@@ -253,7 +253,7 @@ class Actor(nn.Module):
         """Actions [N, A] in [-1, 1] -> array [N, *action shape] in the environment's units."""
         actions = actions * self.action_scale + self.action_bias
         actions = actions.cpu().numpy().reshape(len(actions), *self.action_space.shape)
-        return np.clip(actions, self.action_space.low, self.action_space.high)  # float32 rounds
+        return np.clip(actions, self.action_space.low, self.action_space.high)  # it was rounded
 
     @torch.no_grad()
     def best_actions(self, observations):

@@ -60,7 +60,7 @@ def errors_of_task(env_id: str) -> Any:
             problem = one_line(cause) if str(cause) else repr(place.line)
             problem += f" ({os.path.basename(place.filename)}, line {place.lineno})"
         if isinstance(cause, gym.error.UnregisteredEnv):
-            own = f"For a task of your own type --env-id MODULE:{env_id}, which imports MODULE.py"
+            own = f"For your own task, type --env-id MODULE:{env_id}, which imports MODULE.py"
             problem += f" {own}" if ":" not in env_id else " The module has to register it"
         raise UsageError(f"--env-id {env_id}: {problem}") from error
 

@@ -130,8 +130,8 @@ def say_worth():
     with WORTH.open(newline="") as file:
         rows = list(csv.DictReader(file))
     tasks, index = np.unique([row["task"] for row in rows], return_inverse=True)
-    say(f"rank correlation of these numbers with the success of {len(rows)} trained policies")
-    say(f"(95 % interval; docs/results.md): over {len(tasks)} tasks | within a task")
+    say(f"AUC, EPIC distance and gap correlate with the success of {len(rows)} trained policies by")
+    say(f"(rank, 95 % interval; docs/results.md), over {len(tasks)} tasks | within a task:")
 
     def column(name):
         values = np.array([float(row[name]) for row in rows])

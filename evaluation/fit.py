@@ -46,7 +46,7 @@ class Labelled:
 
         fewest = min(len(np.unique(self.episodes[self.good == kind])) for kind in (True, False))
         if fewest < 2:
-            problem = "there must be good states, and others, in at least two episodes each"
+            problem = "good states and others must each be in at least two episodes"
             raise UsageError(f"{len(self)} labels are too few: {problem}")
         split = StratifiedGroupKFold(min(5, fewest), shuffle=True, random_state=0)
         with warnings.catch_warnings():

@@ -39,7 +39,8 @@ def play_runs(chosen, episodes, judge, own):
     else:
         task = task_of(judge, args, where)
     if task.env_ids and all_args[-1].env_id not in task.env_ids:
-        raise UsageError(f"--compare {chosen[-1][0]}: {all_args[-1].env_id} has no {task.name}")
+        problem = f"{task.name} cannot judge {all_args[-1].env_id}"
+        raise UsageError(f"--compare {chosen[-1][0]}: {problem}")
     paths = [checkpoint_paths(folder, [name]) for folder, name in chosen]
     played = {}
     for (folder, name), args, path in zip(chosen, all_args, paths):

@@ -61,7 +61,7 @@ def args_of(saved, where, own):
     script = find_script(str(saved.get("script", "")), own, where)
     args = make_args(saved, script.Args, where)
     if ":" in args.env_id and args.env_id != own.env_id:
-        raise UsageError(f"{where}: its task is code; to run it, type --env-id {args.env_id}")
+        raise UsageError(f"{where}: its task is a file; to run it, type --env-id {args.env_id}")
     return args
 
 
@@ -98,7 +98,7 @@ def task_of(spec, args, where):
     """Return the judges.Task by name or FILE.py:FUNCTION, or else the one that `args` train on.
     Raises UsageError for code that only `where` names."""
     if not spec and ":" in (args.judge or ""):
-        raise UsageError(f"{where}: its judge is code; to run it, type --judge {args.judge}")
+        raise UsageError(f"{where}: its judge is a file; to run it, type --judge {args.judge}")
     return judges.find_task(spec or args.judge, args.env_id, args.target_prompt)
 
 
@@ -148,7 +148,7 @@ def rollout(args, path, seeds, explore=False):
     spaces = envs.single_observation_space, envs.single_action_space
     network, checkpoint_step = load_policy(path, args, *spaces)
     if explore and not hasattr(network, "sample"):
-        raise UsageError("--explore: a run of DQN has no random policy to sample from")
+        raise UsageError("--explore: a run of DQN has no stochastic policy to sample from")
     observations, _ = envs.reset(seed=seeds)
     torch.manual_seed(seeds[0])
     steps = []

@@ -341,7 +341,7 @@ def test_exploring_policies_thinned_episodes_and_chosen_checkpoints(runs, tmp_pa
     mean = made("d", checkpoints=("2000", "100"))
     assert mean.checkpoint_step.tolist() == [2000] * 4 + [100] * 4
     assert np.abs(mean.states[:4] - once.states).max() > 0.01
-    with pytest.raises(UsageError, match="DQN has no random policy"):
+    with pytest.raises(UsageError, match="DQN has no stochastic policy"):
         made("e", run=runs["good"], explore=True)
     with pytest.raises(UsageError, match="--every 7: episodes have 6 steps"):
         made("e", every=7)

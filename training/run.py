@@ -56,7 +56,7 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
     video_freq: NonNegativeInt = 128_000
     """steps between videos; the end of a run always has one (0: no videos)"""
     judge: str | None = None
-    """the judge of states whose verdicts are logged as charts/success_rate and never used as a
+    """the judge, whose verdicts on states are logged as charts/success_rate and never used as a
     reward: a task in environments/judges.py, or FILE.py:FUNCTION (states [B, S] -> [B] bool);
     default: the task with the given prompt, if there is one"""
     resume: str | None = None
@@ -228,7 +228,7 @@ def parse_args(Args, description):
         say(end="")
     if args.resume == "latest":
         args.resume = latest_run(args)
-        say(f"--resume latest: {args.resume or 'no such run yet, starting one'}")
+        say(f"--resume latest: {args.resume or 'there is no such run yet, so a new one starts'}")
     if args.resume is None:
         return args
     path = Path(args.resume).resolve()
@@ -463,7 +463,7 @@ class Run:
             parts = {name: part for name, part in parts.items() if isinstance(part, module)}
         elif self.args.reward != "ground-truth" and look != restored.get("look", look):
             were = f"the run's pictures were drawn by {restored['look']}, and now {look} draws them"
-            raise UsageError(f"{were}: choose the first with --renderer")
+            raise UsageError(f"{were}: add --renderer {restored['look']}")
         try:
             for name, part in parts.items():
                 state = restored[name]
