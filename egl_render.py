@@ -154,7 +154,7 @@ class RenderArgs:
     a metal surface, and MountainCar as a landscape; other models keep their own look"""
     camera_distance: Annotated[float | None, Interval(gt=0, lt=1e6)] = None
     """metres from the camera to the point it looks at. Without the four --camera flags, the
-    humanoid has the paper's camera, and any other task its own"""
+    humanoid has the paper's camera at three azimuths, and any other task has its own camera"""
     camera_azimuth: tuple[Annotated[float, Interval(ge=-360, le=360)], ...] = ()
     """the camera's direction, in degrees around the vertical axis. With several directions, CLIP
     scores one picture from each, and a state's reward is the mean score (default: 180 120 240 for
