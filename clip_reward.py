@@ -142,7 +142,7 @@ class RewardArgs:
     """a head from `eval_epic.py fit`. The reward is the head's probability that a state is good or,
     with a target prompt or image, the mean of this probability and CLIP's reward"""
     reward_alpha: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    """how strongly the reward ignores everything that does not distinguish the target from the
+    """how strongly the reward is restricted to what distinguishes the target from the
     --baseline-prompt: from 0 (not at all: the plain cosine similarity) to 1 (completely)"""
     score_every: PositiveInt = 4
     """CLIP scores every `score_every`-th state of an episode, and the last one; the rewards of the
