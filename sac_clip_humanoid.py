@@ -78,11 +78,11 @@ class Args(RunArgs):
     state from which it bootstraps"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """target smoothing coefficient, per update"""
-    batch_size: PositiveInt = 128
+    batch_size: PositiveInt = 64
     """transitions per update"""
     learning_starts: NonNegativeInt = 4800
     """steps of random actions before the first update"""
-    gradient_steps: PositiveInt = 300
+    gradient_steps: PositiveInt = 600
     """updates after each rollout (num_envs * episode_length steps)"""
     learning_rate: Annotated[float, Interval(gt=0, le=1)] = 6e-4
     """learning rate of actor, critics and entropy coefficient"""
@@ -377,7 +377,6 @@ def make_learner(args: Args, observation_dim, action_space, device):
     adam = functools.partial(torch.optim.Adam, **settings)
     return {
         "actor": actor,
-        "average_actor": copy.deepcopy(actor).requires_grad_(False),
         "critic": critic,
         "target_critic": target_critic,
         "actor_optimizer": adam(actor.parameters()),
@@ -408,8 +407,6 @@ def update(batch, learner, args: Args):
     with torch.no_grad():
         params, target_params = list(critic.parameters()), list(target_critic.parameters())
         torch._foreach_lerp_(target_params, params, args.tau)
-        average = list(learner["average_actor"].parameters())
-        torch._foreach_lerp_(average, list(actor.parameters()), 0.001)
     return scalars
 
 
