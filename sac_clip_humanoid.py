@@ -78,11 +78,11 @@ class Args(RunArgs):
     state from which it bootstraps"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """target smoothing coefficient, per update"""
-    batch_size: PositiveInt = 128
+    batch_size: PositiveInt = 64
     """transitions per update"""
     learning_starts: NonNegativeInt = 4800
     """steps of random actions before the first update"""
-    gradient_steps: PositiveInt = 300
+    gradient_steps: PositiveInt = 600
     """updates after each rollout (num_envs * episode_length steps)"""
     learning_rate: Annotated[float, Interval(gt=0, le=1)] = 6e-4
     """learning rate of actor, critics and entropy coefficient"""

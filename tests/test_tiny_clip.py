@@ -190,17 +190,19 @@ def test_every_way_into_a_pose_rises_and_half_of_it_is_little(task):
 
 
 def test_seated_poses_ask_for_what_a_policy_leaves_out():
-    """Straight knees in the splits, the small of the back off the floor in the lotus position."""
+    """Straight knees in the splits; in the lotus position, a back off the floor, and a pelvis on it
+    with the feet in front, because a policy prefers to sit on its heels."""
     rng = np.random.default_rng(5)
     splits, lotus = (poses.turn_to(poses.sample(name, rng)[0], 0.0) for name in ("splits", "lotus"))
     folded = np.stack([splits] * 5)
     folded[:, 17] = -np.linspace(0, 2, 5)  # the left knee, in radians
     degree = data.degrees(poses.describe(folded))["splits"]
-    assert degree[0] > 0.95 and degree[1] > 0.7 > 0.35 > degree[-1] and (np.diff(degree) < 0).all()
+    assert degree[0] > 0.95 and degree[1] > 0.7 > 0.5 > degree[-1] and (np.diff(degree) < 0).all()
     facts = poses.describe(lotus[None])
-    low = facts | {"trunk": np.array([0.0])}
-    whole, less = (data.degrees(found)["lotus"][0] for found in (facts, low))
-    assert whole > 0.9 and less == pytest.approx(0.6 * whole, abs=0.03)
+    assert data.degrees(facts)["lotus"][0] > 0.9
+    for fact, value in ("trunk", 0.0), ("pelvis", 0.23), ("right_foot_fwd", -0.1):
+        less = data.degrees(facts | {fact: np.array([value])})["lotus"][0]
+        assert 0.5 < less < 0.7, fact
 
 
 def test_who_leans_stands_less_and_to_whichever_side():
@@ -253,7 +255,7 @@ def test_scattered_limbs_are_anywhere_and_the_others_are_the_poses_own():
         assert ((0 <= share) & (share <= 1)).all() and (abs(share.mean(0) - 0.5) < 0.15).all()
     np.testing.assert_array_equal(states[:, 7:10], np.tile(pose[7:10], (80, 1)))
     degree = data.degrees(poses.describe(states))["lotus"]
-    assert degree.min() < 0.1 and degree.max() > 0.9 and ((degree > 0.3) & (degree < 0.6)).any()
+    assert degree.min() < 0.35 and degree.max() > 0.9 and ((degree > 0.4) & (degree < 0.6)).any()
     bottoms = [poses._bottoms(*poses._at(state)).min() for state in states]
     np.testing.assert_allclose(bottoms, 0, atol=1e-9)
 

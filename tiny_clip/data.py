@@ -12,6 +12,7 @@ Importing this module chooses the GL backend and imports mujoco.
 
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 from pathlib import Path
 
@@ -74,6 +75,12 @@ def _half(*parts):
     return 0.2 * np.mean(parts, 0) + 0.8 * np.min(parts, 0)
 
 
+def _mean_and_least(*parts):
+    """Combine the degrees of a pose's parts [B] where nothing of the pose can be seen from
+    standing: each part adds something even while others are missing."""
+    return 0.5 * np.mean(parts, 0) + 0.5 * np.min(parts, 0)
+
+
 def degrees(facts):
     """Return how much of each of the paper's poses, and of lying, a state shows, from
     poses.describe(): dict of [B] in [0, 1].
@@ -103,20 +110,25 @@ def degrees(facts):
         behind = _ramp(part["knee_fwd"] - part["foot_fwd"], 0.0, 0.25)
         behind = behind * _ramp(-knee_out, -0.42, -0.28)
         kneels.append(np.interp(knee, [0.05, 0.1, 0.2, 0.42], [1, 0.65, 0.3, 0]) * behind)
-        folded = _ramp(-foot_out, -0.45, -0.12), _ramp(-part["foot_fwd"], -0.7, -0.25)
-        down = np.interp(knee, [0.17, 0.25, 0.5], [1, 0.5, 0])
-        lotus.append(_half(down, _ramp(knee_out, 0.05, 0.3), *folded))
-        low = _ramp(-part["foot"], -0.4, -0.05), _ramp(-knee, -0.4, -0.06)
-        splits.append(_half(_ramp(foot_out, 0.1, 0.68), *low))
+        folded = _ramp(-foot_out, -0.45, -0.12) * _ramp(-part["foot_fwd"], -0.7, -0.25)
+        before = _ramp(part["foot_fwd"], -0.1, 0.12)  # else it would sit on its heels
+        down = np.interp(knee, [0.17, 0.25, 0.5], [1, 0.6, 0.1])
+        folds = _mean_and_least(down, _ramp(knee_out, 0, 0.3), folded)
+        lotus.append(folds * (0.3 + 0.7 * before))
+        down = _ramp(-part["foot"], -0.4, -0.05) * np.interp(knee, [0.06, 0.2, 0.5], [1, 0.6, 0.1])
+        splits.append(_ramp(foot_out, 0, 0.68) * (0.4 + 0.6 * down))
     passed = f["right_hand_y"] + f["left_hand_y"]  # negative: the hands have passed each other
     crossed.append(np.interp(passed, [-0.05, 0.1, 0.3, 0.7], [1, 0.6, 0.3, 0]))
     lift, lying = abs(f["right_foot"] - f["left_foot"]), _ramp(-f["torso"], -0.6, -0.28)
     lying = lying * _ramp(-f["up"], -0.75, -0.3)
-    # without these factors a policy stops half-way: on a folded leg, on the small of its back
+    upright = np.interp(f["up"], [0, 0.5, 0.9, 0.98], [0, 0.3, 0.8, 1])
+    lower = np.interp(f["pelvis"], [0.14, 0.45, 1], [1, 0.5, 0])
+    lowest = np.interp(f["pelvis"], [0.13, 0.22, 0.45, 1], [1, 0.45, 0.35, 0])  # not on its heels
+    # without these parts a policy stops half-way: on a folded leg, on the small of its back
     straight = np.interp(
-        np.maximum(f["right_bend"], f["left_bend"]), [0.2, 0.5, 1.6], [1, 0.85, 0.3]
+        np.maximum(f["right_bend"], f["left_bend"]), [0.2, 0.5, 1.6], [1, 0.85, 0.2]
     )
-    off_floor = np.interp(f["trunk"], [0.02, 0.06, 0.08], [0.6, 0.85, 1])
+    off_floor = np.interp(f["trunk"], [0, 0.06, 0.08], [0.3, 0.85, 1])
     stands = up * (0.2 + 0.8 * np.min(feet, 0))
     arms = {"arms_raised": raised, "hands_on_hips": hips, "arms_crossed": crossed}
     return {
@@ -124,8 +136,8 @@ def degrees(facts):
         **{pose: stands * (0.2 + 0.8 * _half(*both)) for pose, both in arms.items()},
         "one_leg": up * (0.2 + 0.8 * _ramp(lift, 0.02, 0.2)),
         "kneeling": _half(*kneels) * _ramp(f["up"], 0.3, 0.92) * _ramp(f["pelvis"], 0.12, 0.2),
-        "lotus": seated * (0.2 + 0.8 * _half(*lotus)) * off_floor,
-        "splits": seated * (0.2 + 0.8 * _half(*splits)) * straight,
+        "lotus": _mean_and_least(upright, lowest, *lotus, off_floor),
+        "splits": _mean_and_least(upright, lower, *splits, straight),
         "lying": lying,
         "lying_back": lying * _ramp(f["front"], 0.1, 0.75),
         "lying_front": lying * _ramp(-f["front"], 0.1, 0.75),
@@ -281,7 +293,7 @@ def draw_states(rng, count):
 
 
 SCENES = ("varied", "canonical", "plain", *classic.SCENES)
-SIZES = {64: 0.36, 96: 0.42, 128: 0.16, 224: 0.06}  # px, by MuJoCo Warp
+SIZES = {64: 0.75, 96: 0.2, 128: 0.05}  # px, by MuJoCo Warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +320,16 @@ def environment_camera():
     return egl_render.env_camera(gymnasium.make("Humanoid-v5"))
 
 
+def _cameras(scene, count, rng):
+    """Return the cameras of `count` pictures, 30 pictures each: Warp draws these at once. Half of
+    the pictures of the canonical scene are from the default azimuths of the humanoid."""
+    cameras = [_camera(scene, rng) for _ in range(-(-count // 30))]
+    if scene == "canonical":
+        for i, azimuth in zip(range(0, len(cameras), 2), itertools.cycle((180.0, 120.0, 240.0))):
+            cameras[i] = dataclasses.replace(egl_render.PAPER_CAMERA, azimuth=azimuth)
+    return [cameras[i // 30] for i in range(count)]
+
+
 def _camera(scene, rng):
     if scene == "plain" and rng.random() < 0.3:
         return environment_camera()
@@ -332,7 +354,7 @@ def draw_job(job):
 
 def _draw_humanoid(job, rng):
     qpos, truth, weight = draw_states(rng, job.count)
-    cameras = [_camera(job.scene, rng) for _ in range(job.count)]
+    cameras = _cameras(job.scene, job.count, rng)
     for q, camera in zip(qpos, cameras, strict=True):
         if camera.track_body < 0:  # Gymnasium's camera looks at the origin
             q[:2] *= 0.1
@@ -344,9 +366,11 @@ def _draw_humanoid(job, rng):
     for size in sorted(set(sizes)):
         kind = egl_render.MujocoRenderer if size == 480 else WarpRenderer
         renderer = kind(model, int(size))
-        for i in np.flatnonzero(sizes == size):
-            renderer.cameras = cameras[i : i + 1]  # a new renderer would cost a GL context
-            pictures[i] = shrink(renderer.render(states[i : i + 1]))[0]
+        for camera in dict.fromkeys(cameras):
+            rows = np.flatnonzero((sizes == size) & [c == camera for c in cameras])
+            renderer.cameras = [camera]  # a new renderer would cost a GL context
+            if len(rows):
+                pictures[rows] = shrink(renderer.render(states[rows]))
         renderer.close()
     return pictures, truth, weight, geometry(qpos)
 
