@@ -158,9 +158,6 @@ class RewardArgs:
     """devices that draw and score, one worker each; name a device twice for two workers. The
     default is every CUDA device, or else one "cpu" per core (at most four). ray uses every GPU of a
     Ray cluster (its CPUs if it has no GPU), and ray:N uses N of them"""
-    compile: bool = False
-    """compile CLIP's image tower and, in training, the updates (on a GPU into one CUDA graph); the
-    start takes longer, but every step takes less time"""
     clip_precision: Literal["auto", "fp16", "bf16", "fp32", "int8"] = "auto"
     """number format of CLIP's image tower; auto: fp32 on the CPU, fp16 on a GPU, or bf16 there if
     fp16 overflows; int8: int8 for its linear layers, by torchao"""
@@ -651,14 +648,6 @@ def make_clip_reward(args: RewardArgs, device: str | torch.device) -> nn.Module:
         except ValueError as error:
             raise UsageError(f"--reward-head {without_hash(args.reward_head)}: {error}") from error
         reward = HeadReward(reward, head, bool(words))
-    if args.compile:  # a transformer's blocks (open_clip's, timm's), which share their code
-        visual, names = clip.model.visual, r"(transformer\.resblocks|trunk\.blocks)\.\d+"
-        blocks = [part for name, part in visual.named_modules() if re.fullmatch(names, name)]
-        for block in blocks or [visual]:
-            block.compile()
-        with torch.inference_mode():  # as in Scorer; two sizes give code for all sizes except 1
-            for count in (BATCH, 2, 1):
-                reward(np.zeros((count, 64, 64, 3), np.uint8))
     return reward
 
 

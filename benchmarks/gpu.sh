@@ -125,10 +125,9 @@ other bits 120 "${tiny[@]}" "${one[@]}" --renderer warp
 piece updates 120 benchmarks/updates.py --device "$DEVICE" --rows "${rows[@]}" --rounds 1 --json "$OUT/updates.json"
 piece renderers 180 benchmarks/renderers.py --device "$DEVICE" --render-size "$SIZE" --per-task "$STATES" \
     --precisions "${precisions[@]}" --out "$OUT/renderers.png" --json "$OUT/renderers.json"
-# 7. Where the time and the memory go; how much compiling and int8 gain
+# 7. Where the time and the memory go; how much int8 and compiled updates gain
 other profile 60 "${score[@]}" "${tiny[@]}" "${one[@]}" --renderer warp
 other memory 60 "${score[@]}" "${tiny[@]}" "${one[@]}" --renderer warp
-pipeline clip_compiled 120 --measure clip "${score[@]}" --compile --batches "${batches[@]:1:1}" "${one[@]}"
 pipeline clip_int8 90 --measure clip "${score[@]}" --clip-precision $INT8 --batches "${batches[@]:1:1}" "${one[@]}"
 pipeline run_compiled 200 "${score[@]}" "${small[@]}" "${one[@]}" --renderer warp --compile
 # 8. Drawing and CLIP without a learner, three cameras, Ray, more GPUs

@@ -79,7 +79,6 @@ class HeadModel(clip_reward.RewardArgs):
     reward_devices: tuple[str, ...] = ()
     """the device that embeds: cuda:i or cpu (default: the first GPU; a small model needs none)"""
     score_every: tyro.conf.Suppress[int] = 1
-    compile: tyro.conf.Suppress[bool] = False
 
 
 class Variants(torch.nn.Module):

@@ -919,39 +919,3 @@ def test_batches_are_full_whatever_the_number_of_views(tiny, frames, monkeypatch
     monkeypatch.setattr(tiny.model, "encode_image", lambda x: (sizes.append(len(x)), encode(x))[1])
     torch.testing.assert_close(reward(views), whole, atol=1e-5, rtol=0)
     assert sizes == [8, 8, 5]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_a_transformer_is_compiled_by_blocks_before_the_first_chunk(tmp_path, frames):
-    """All blocks run the first one's code, which is there for batches of any size."""
-    vision = {"image_size": 32, "patch_size": 16, "width": 64, "layers": 10, "head_width": 32}
-    text = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
-    config = {"embed_dim": 32, "vision_cfg": vision, "text_cfg": text}
-    about = {"model_cfg": config, "preprocess_cfg": {}}
-    (tmp_path / "open_clip_config.json").write_text(json.dumps(about))
-    random = open_clip.create_model(f"local-dir:{tmp_path}", load_weights=False)
-    safetensors.torch.save_model(random, str(tmp_path / "open_clip_model.safetensors"))
-    args = RewardArgs(target_prompt=("words",), clip_model=f"local-dir:{tmp_path}")
-    plain = clip_reward.make_clip_reward(args, "cpu")
-    args.compile = True
-    torch._dynamo.reset()
-    scorer = Scorer(None, functools.partial(clip_reward.make_clip_reward, args))
-    assert scorer.reward.model.visual.transformer.resblocks[9]._compiled_call_impl is not None
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3, "one for each size"
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for count in (100, 64, 40, 3, 1):
-            chunk = np.resize(frames, (count, *frames.shape[1:]))
-            np.testing.assert_allclose(scorer.score(chunk)[0], plain(chunk), atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_a_compiled_image_tower_gives_the_same_rewards(frames):
-    args = RewardArgs(target_prompt=("words",), clip_model=TINY)
-    plain = clip_reward.make_clip_reward(args, "cpu")(frames)
-    args.compile = True
-    compiled = clip_reward.make_clip_reward(args, "cpu")
-    assert compiled.model.visual._compiled_call_impl is not None
-    np.testing.assert_allclose(compiled(frames), plain, atol=1e-5)
-    np.testing.assert_allclose(compiled(frames[:2]), plain[:2], atol=1e-5)

@@ -47,6 +47,9 @@ class RunArgs(egl_render.RenderArgs, RewardArgs):
 
     seed: Annotated[int, Interval(ge=0, lt=2**63)] = 1
     """seed of the networks, the environments, exploration and replay"""
+    compile: bool = False
+    """compile the updates (on a GPU into one CUDA graph): the start takes longer, but every update
+    takes less time"""
     track: bool = False
     """also log to Weights & Biases, which reads WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE"""
     runs_dir: str = "runs"
