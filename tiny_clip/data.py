@@ -69,16 +69,11 @@ def _ramp(x, low, high):
     return np.clip((x - low) / (high - low), 0.0, 1.0)
 
 
-def _half(*parts):
+def _half(*parts, mean=0.2):
     """Combine the degrees of a pose's parts [B], all of which are needed: one part alone counts
-    little, and each adds something."""
-    return 0.2 * np.mean(parts, 0) + 0.8 * np.min(parts, 0)
-
-
-def _mean_and_least(*parts):
-    """Combine the degrees of a pose's parts [B] where nothing of the pose can be seen from
-    standing: each part adds something even while others are missing."""
-    return 0.5 * np.mean(parts, 0) + 0.5 * np.min(parts, 0)
+    little, and each adds something; more with a larger `mean`, for poses of which nothing can be
+    seen from standing."""
+    return mean * np.mean(parts, 0) + (1 - mean) * np.min(parts, 0)
 
 
 def degrees(facts):
@@ -113,7 +108,7 @@ def degrees(facts):
         folded = _ramp(-foot_out, -0.45, -0.12) * _ramp(-part["foot_fwd"], -0.7, -0.25)
         before = _ramp(part["foot_fwd"], -0.1, 0.12)  # else it would sit on its heels
         down = np.interp(knee, [0.17, 0.25, 0.5], [1, 0.6, 0.1])
-        folds = _mean_and_least(down, _ramp(knee_out, 0, 0.3), folded)
+        folds = _half(down, _ramp(knee_out, 0, 0.3), folded, mean=0.5)
         lotus.append(folds * (0.3 + 0.7 * before))
         down = _ramp(-part["foot"], -0.4, -0.05) * np.interp(knee, [0.06, 0.2, 0.5], [1, 0.6, 0.1])
         splits.append(_ramp(foot_out, 0, 0.68) * (0.4 + 0.6 * down))
@@ -136,8 +131,8 @@ def degrees(facts):
         **{pose: stands * (0.2 + 0.8 * _half(*both)) for pose, both in arms.items()},
         "one_leg": up * (0.2 + 0.8 * _ramp(lift, 0.02, 0.2)),
         "kneeling": _half(*kneels) * _ramp(f["up"], 0.3, 0.92) * _ramp(f["pelvis"], 0.12, 0.2),
-        "lotus": _mean_and_least(upright, lowest, *lotus, off_floor),
-        "splits": _mean_and_least(upright, lower, *splits, straight),
+        "lotus": _half(upright, lowest, *lotus, off_floor, mean=0.5),
+        "splits": _half(upright, lower, *splits, straight, mean=0.5),
         "lying": lying,
         "lying_back": lying * _ramp(f["front"], 0.1, 0.75),
         "lying_front": lying * _ramp(-f["front"], 0.1, 0.75),
@@ -146,14 +141,15 @@ def degrees(facts):
 
 
 SMOOTHING = 0.02  # of the targets in train.py, so that logits do not grow without end
+END = np.log(1 / SMOOTHING - 1)  # the logit of degree 1; that of degree 0 is -END
 TASK_COLUMNS = [CONCEPTS.index(name) for name in poses.TASKS]
 
 
 def task_truth(found):
     """Return truth [B, 8] of the paper's poses from the result of `degrees`. The loss pulls the
     cosine to the logit of its target: with these targets the cosine is linear in the degree."""
-    degree, end = np.stack([found[name] for name in poses.TASKS], 1), np.log(1 / SMOOTHING - 1)
-    target = 1 / (1 + np.exp(end * (1 - 2 * degree)))
+    degree = np.stack([found[name] for name in poses.TASKS], 1)
+    target = 1 / (1 + np.exp(END * (1 - 2 * degree)))
     return (target - SMOOTHING) / (1 - 2 * SMOOTHING)
 
 

@@ -121,7 +121,7 @@ def loss_of(model, pictures, truth, weight, captions):
     )
     # The cross entropy is flat where a target is near 0 or 1, which is where an agent in training
     # stays: 0.9 of a pose or all of it. So the cosine itself is pulled to its target, too.
-    off = cosine - ((torch.logit(smooth) - bias) / scale).detach()
+    off = cosine - (torch.logit(smooth) - bias) / scale
     off_weight = target_weight * torch.where(off > 0, OVERPAID_WEIGHT, 1.0)
     loss = loss + COSINE_WEIGHT * (off.square() * off_weight).sum()
     # "a humanoid robot" is a baseline prompt: every picture should have the same cosine with it
@@ -165,7 +165,7 @@ def main():
     source = args.init or HERE
     model = open_clip.create_model(f"local-dir:{source}", load_weights=args.init is not None)
     model = model.to(memory_format=torch.channels_last)
-    scale = 2 * np.log(1 / data.SMOOTHING - 1) / (COSINES[1] - COSINES[0])
+    scale = 2 * data.END / (COSINES[1] - COSINES[0])
     torch.nn.init.constant_(model.logit_scale.requires_grad_(False), np.log(scale))
     torch.nn.init.constant_(model.logit_bias.requires_grad_(False), -scale * sum(COSINES) / 2)
     average = AveragedModel(  # exponential, faster at first
