@@ -68,12 +68,16 @@ class Args(RunArgs):
     """parallel environments, each in a process (Humanoid-v5, MountainCarContinuous: all in one)"""
     episode_length: Annotated[int, Interval(ge=1, le=10**6)] = 100
     """steps per episode; no episode ends earlier. A rollout is one episode of each environment"""
+    action_repeat: PositiveInt | None = None
+    """steps for which the policy holds an action (default: 2 for the humanoid, otherwise 1, as in
+    the paper). They make one transition, whose reward is their mean. A step of the humanoid takes
+    15 ms, in which a good action gains too little for the critics to see"""
     buffer_size: PositiveInt = 1_000_000
-    """transitions in the replay buffer, rounded down to whole rollouts"""
+    """environment steps in the replay buffer, rounded down to whole rollouts"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.97
-    """discount factor"""
+    """discount factor per environment step"""
     n_step: PositiveInt = 3
-    """number of rewards that a critic's target sums before it bootstraps (n-step returns, Sutton
+    """transitions whose rewards a critic's target sums before it bootstraps (n-step returns, Sutton
     and Barto 2018, chapter 7; the paper: 1). The target includes the policy's entropy only for the
     state from which it bootstraps"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
@@ -103,7 +107,9 @@ class Args(RunArgs):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.env_id.startswith("Humanoid"):
+        humanoid = self.env_id.startswith("Humanoid")
+        self.action_repeat = self.action_repeat or (2 if humanoid else 1)
+        if humanoid:
             self.baseline_prompt = self.baseline_prompt or ("a humanoid robot",)
             self.camera_azimuth = self.camera_azimuth or (180.0, 120.0, 240.0)
 
@@ -146,7 +152,10 @@ def check_args(args: Args):
         need = f"SAC needs bounded continuous actions, not {actions}"
         raise UsageError(f"--env-id {args.env_id}: {need}{other}")
     rollout = args.num_envs * args.episode_length
-    if args.n_step > args.episode_length:
+    if args.episode_length % args.action_repeat:
+        flags = f"--episode-length {args.episode_length}, --action-repeat {args.action_repeat}"
+        raise UsageError(f"{flags}: an episode is a whole number of repeats")
+    if args.n_step * args.action_repeat > args.episode_length:
         raise UsageError(f"--n-step {args.n_step} is longer than an episode")
     if args.buffer_size < rollout:
         raise UsageError(f"--buffer-size {args.buffer_size} is below a rollout of {rollout} steps")
@@ -156,7 +165,7 @@ def check_args(args: Args):
     transitions = max(rollout, min(args.buffer_size, args.total_timesteps))
     numbers = observation_dim + math.prod(actions.shape) + 1
     check_memory(args, {
-        "--buffer-size": 4 * transitions * numbers,
+        "--buffer-size": 4 * transitions // args.action_repeat * numbers,
         "--batch-size": 4 * args.batch_size * (2 * observation_dim + 12 * HIDDEN),  # in fact 14
         "HIDDEN": 4 * 14 * HIDDEN**2,  # five networks; three have a gradient and two averages each
     })  # fmt: skip
@@ -395,7 +404,7 @@ def update(batch, learner, args: Args):
     log_alpha = learner["log_alpha"]
     observations, _, actions, _ = batch
     alpha = log_alpha.detach().exp()
-    gamma = args.gamma**args.n_step
+    gamma = args.gamma ** (args.action_repeat * args.n_step)
     optimizer = learner["critic_optimizer"]
     scalars = update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma)
     scalars |= update_actor(observations, actor, critic, learner["actor_optimizer"], alpha)
@@ -413,7 +422,7 @@ def update(batch, learner, args: Args):
 if __name__ == "__main__":
     args = parse_args(Args, __doc__)
     state = check_args(args)
-    T, N = args.episode_length, args.num_envs
+    T, N, R = args.episode_length, args.num_envs, args.action_repeat
     use_clip = args.reward != "ground-truth"
     scored = clip_reward.scored_steps(T, args.score_every)
     drawn_from = "frames" if state is None else "states"  # in `infos`
@@ -453,8 +462,8 @@ if __name__ == "__main__":
 
             learn = CudaGraphModule(learn, warmup=5)
     rollouts = min(args.buffer_size, max(args.total_timesteps, run.step) + T * N - 1) // (T * N)
-    sizes = rollouts, T, N, observation_dim, action_dim
-    buffer = ReplayBuffer(*sizes, device, args.gamma, args.n_step)
+    sizes = rollouts, T // R, N, observation_dim, action_dim
+    buffer = ReplayBuffer(*sizes, device, args.gamma**R, args.n_step)
     saved = learner | {"replay": buffer}
     run.restore(saved, pool.look)  # with --resume
 
@@ -465,7 +474,7 @@ if __name__ == "__main__":
         *env_seeds, torch_seed = map(int, sequence.generate_state(N + 1))
         torch.manual_seed(torch_seed)
         random_actions = run.step < args.learning_starts
-        noise = exploration_noise(T, N, action_dim, args.pink_noise)
+        noise = exploration_noise(T // R, N, action_dim, args.pink_noise)
         film = run.due(args.video_freq, run.step, run.step + T * N)
         observations = np.empty((T + 1, N, observation_dim), np.float32)
         actions = np.empty((T, N, action_dim), np.float32)
@@ -478,11 +487,12 @@ if __name__ == "__main__":
         acting = copy.deepcopy(actor).cpu()
         observations[0], _ = envs.reset(seed=env_seeds, options={"film": film})
         for t in range(T):
-            with torch.no_grad():
-                if random_actions:  # erf makes the normal noise uniform
-                    action = torch.erf(noise[t] / math.sqrt(2))
-                else:
-                    action, _ = acting.sample(torch.as_tensor(observations[t]), noise[t])
+            if t % R == 0:  # otherwise the action is held
+                with torch.no_grad():
+                    if random_actions:  # erf makes the normal noise uniform
+                        action = torch.erf(noise[t // R] / math.sqrt(2))
+                    else:
+                        action, _ = acting.sample(torch.as_tensor(observations[t]), noise[t // R])
             stepped = envs.step(acting.to_env(action))
             observations[t + 1], env_rewards[t], _, _, infos = stepped
             actions[t] = action.numpy()
@@ -505,7 +515,8 @@ if __name__ == "__main__":
         if use_clip:
             rewards = clip_reward.interpolate(rewards, scored)
         run.to_save = {}  # a failure from here to the end of the rollout saves nothing
-        buffer.add(observations, actions, rewards)
+        transition_rewards = rewards.reshape(T // R, R, N).mean(1)
+        buffer.add(observations[::R], actions[::R], transition_rewards)
         run.step += T * N
         run.rollout += 1
         if not random_actions:

@@ -153,7 +153,9 @@ def rollout(args, path, seeds, explore=False):
     torch.manual_seed(seeds[0])
     steps = []
     for step in tqdm(range(args.episode_length), f"{len(seeds)} episodes", disable=None):
-        if explore:
+        if step % getattr(args, "action_repeat", 1):
+            pass  # SAC holds its action
+        elif explore:
             sample, _ = network.sample(torch.as_tensor(observations, dtype=torch.float32))
             actions = network.to_env(sample)
         else:

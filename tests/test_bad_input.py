@@ -107,7 +107,9 @@ ROWS = {
 --entropy-coef -1                           | entropy_coef
 --entropy-coef nan                          | entropy_coef
 --n-step 0                                  | n_step
---n-step 101                                | --n-step 101
+--n-step 51                                 | --n-step 51
+--action-repeat 0                           | action_repeat
+--action-repeat 3                           | --episode-length 100, --action-repeat 3
 --learning-rate nan                         | learning_rate
 --learning-rate 0                           | learning_rate
 --learning-rate 1e30                        | learning_rate

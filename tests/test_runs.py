@@ -287,9 +287,11 @@ def test_tensorboard_begins_with_what_matters_and_knows_the_flags(finished):
     assert len(rows) == 2 + len(vars(script.Args()))
 
 
-def test_every_reward_is_that_of_its_own_next_state(finished):
-    """Replays the first rollout's actions in Gymnasium's own task, scores and judges the states."""
+def test_every_reward_is_that_of_its_own_next_states(finished):
+    """Replays the first rollout's actions in Gymnasium's own task, scores and judges the states.
+    SAC on the humanoid holds each action for two steps, whose rewards it averages."""
     script, folder, _ = finished
+    held = 2 if script is sac else 1
     seed = np.random.SeedSequence((1, 0)).generate_state(3).tolist()[1]  # of the second of two
     if script is sac:
         observations, actions, rewards = (ring[0].numpy() for ring in rings(folder))
@@ -306,9 +308,10 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
     first, _ = env.reset(seed=seed)
     np.testing.assert_array_equal(observations[0], first.astype(np.float32))
     states = []
-    for t, action in enumerate(actions):
-        observation, *_ = env.step(action)
-        np.testing.assert_allclose(later[t], observation, rtol=1e-4, atol=1e-4)
+    for t in range(12):
+        observation, *_ = env.step(actions[t // held])
+        if (t + 1) % held == 0:
+            np.testing.assert_allclose(later[t // held], observation, rtol=1e-4, atol=1e-4)
         task = env.unwrapped
         states.append(np.hstack([task.data.qpos, task.data.qvel] if script is sac else task.state))
     args = load_args(folder, script.Args)
@@ -319,9 +322,8 @@ def test_every_reward_is_that_of_its_own_next_state(finished):
     expected, *_ = scorer.score(np.stack(states))
     scorer.close()
     scored = [0, 4, 8, 11]
-    np.testing.assert_allclose(rewards[scored, 1], expected[scored], atol=2e-3)
     between = np.interp(range(12), scored, expected[scored])
-    np.testing.assert_allclose(rewards[:, 1], between, atol=2e-3)
+    np.testing.assert_allclose(rewards[:, 1], between.reshape(-1, held).mean(1), atol=2e-3)
     assert np.ptp(expected) > 4e-3, "a reset's picture would score like the first"
     success = scalars(folder)[0]["charts/success_rate"]
     assert all(event.value in (0, 0.5, 1) for event in success)

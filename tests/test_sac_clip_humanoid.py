@@ -111,7 +111,7 @@ def test_two_cameras_and_a_picture_as_the_only_goal(tmp_path):
         tmp_path / "goal.png"
     )
     goal = ["--target-prompt", "--target-image", tmp_path / "goal.png"]
-    views = ["--camera-azimuth", 150, 210, "--total-timesteps", 24]
+    views = ["--camera-azimuth", 150, 210, "--total-timesteps", 24, "--action-repeat", 1]
     folder = learn(tmp_path / "runs", *goal, *views)
     args = load_args(folder, sac.Args)
     assert args.target_prompt == () and args.camera_azimuth == (150, 210)
