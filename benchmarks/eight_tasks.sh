@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Train the paper's eight tasks from their sentences, with the script's defaults, two at a time, and judge the runs:
+# Train the paper's eight tasks from their sentences, with the script's defaults, and judge the runs:
 #     benchmarks/eight_tasks.sh 7 8 9         # these seeds
 #     benchmarks/eight_tasks.sh               # print the table of the runs judged so far
-# The same command continues interrupted runs. RUNS: the folder of all runs; FRAMES: frames of each; FLAGS: more flags.
+# The same command continues interrupted runs. RUNS: the folder of all runs; FRAMES: frames of each; FLAGS: more flags;
+# LANES: runs at a time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH" RUNS=${RUNS:-runs/eight} FRAMES=${FRAMES:-64000} FLAGS=${FLAGS:-}
@@ -50,6 +51,6 @@ if [ "${1-}" = train ]; then
 else
     for seed in "$@"; do
         for task in $TASKS; do echo train "$task" "$seed"; done
-    done | xargs -r -P 2 -L 1 "$0"
+    done | xargs -r -P "${LANES:-2}" -L 1 "$0"
     table
 fi

@@ -2,7 +2,7 @@
 States of such runs are in hacked.npz. If they succeed and runs with CLIP fail, CLIP is the limit.
 
     python sac_clip_humanoid.py --env-id tiny_clip.teacher:HumanoidLotus-v0 --reward ground-truth \\
-        --total-timesteps 64000
+        --action-repeat 2 --total-timesteps 64000
 """
 
 import gymnasium as gym
