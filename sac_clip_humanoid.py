@@ -100,7 +100,7 @@ class Args(RunArgs):
     observes only the positions and velocities of the joints (45 numbers)"""
     pink_noise: bool = True
     """explore with pink noise, also in the random actions before learning; otherwise with white
-    noise, which is independent at every step (as in the paper)"""
+    noise, which is independent in every action (as in the paper)"""
     entropy_coef: Annotated[float | None, Interval(ge=0, lt=1e6)] = None
     """fixed entropy coefficient (default: it starts at 0.05 and is tuned until the policy's entropy
     is -dim(actions))"""
