@@ -477,7 +477,7 @@ if __name__ == "__main__":
         noise = exploration_noise(T // R, N, action_dim, args.pink_noise)
         film = run.due(args.video_freq, run.step, run.step + T * N)
         observations = np.empty((T + 1, N, observation_dim), np.float32)
-        actions = np.empty((T, N, action_dim), np.float32)
+        actions = np.empty((T // R, N, action_dim), np.float32)
         env_rewards = np.empty((T, N))
         pictured = []  # the states or frames of every step, for pictures
 
@@ -493,9 +493,9 @@ if __name__ == "__main__":
                         action = torch.erf(noise[t // R] / math.sqrt(2))
                     else:
                         action, _ = acting.sample(torch.as_tensor(observations[t]), noise[t // R])
+                actions[t // R] = action.numpy()
             stepped = envs.step(acting.to_env(action))
             observations[t + 1], env_rewards[t], _, _, infos = stepped
-            actions[t] = action.numpy()
             if drawn_from in infos:
                 states = np.stack(infos[drawn_from])  # [N, S], or frames [N, H, W, 3]
                 pictured.append(states if drawn_from == "states" else states[:1])
@@ -516,7 +516,7 @@ if __name__ == "__main__":
             rewards = clip_reward.interpolate(rewards, scored)
         run.to_save = {}  # a failure from here to the end of the rollout saves nothing
         transition_rewards = rewards.reshape(T // R, R, N).mean(1)
-        buffer.add(observations[::R], actions[::R], transition_rewards)
+        buffer.add(observations[::R], actions, transition_rewards)
         run.step += T * N
         run.rollout += 1
         if not random_actions:
