@@ -1,6 +1,6 @@
 """Train tiny_clip, the small CLIP that this project embeds, on pictures of the project's scenes.
 
-    make tiny_clip                                  # all twelve trainings in turn: 300 minutes
+    make tiny_clip                                  # all thirteen trainings in turn: 346 minutes
     python tiny_clip/train.py --pictures 4800 --epochs 10 --out /tmp/try    # a quick try
     python tiny_clip/evaluate.py > tiny_clip/figures.md                     # held-out figures
 
