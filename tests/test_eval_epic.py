@@ -1034,14 +1034,15 @@ def test_landscape_says_where_rewards_are_largest(tmp_path, capsys):
     assert out.stat().st_size > 20_000
     said = capsys.readouterr().out
     assert said.count("Pearson correlation") == 6
-    line = "CartPole-v1, plain, alpha 0.00: largest at +0.000, goal at +0.000; Pearson correlation"
-    found = float(said.partition(line)[2].split()[2])
+    line = r"CartPole-v1, plain, alpha 0.00: largest at (\S+), goal at \+0.000; .* with goal (\S+)"
+    largest, found = map(float, re.search(line, said).groups())
     values = np.linspace(-np.pi, np.pi, 361)
     states = np.zeros((361, 4))
     states[:, 2] = values
     prompt = judges.TASKS["cartpole"].target_prompt
     frames = ClassicRenderer("CartPole-v1", 64).render(states)
     scores = clip_reward.CLIPReward(clip_reward.load_clip(TINY), [prompt])(frames).double()
+    assert largest == pytest.approx(values[scores.argmax()], abs=2e-3)
     expected = np.corrcoef(scores, np.abs(values) <= np.radians(12))[0, 1]
     assert found == pytest.approx(expected, abs=2e-3)
 
