@@ -7,6 +7,7 @@ Runs that differ only in their seed form a group. The thick line is its mean, th
 bootstrap interval over seeds (with three seeds: their range), and thin lines are its runs. A group
 is named by the flags that differ between groups (a prompt, an alpha). Of --reward-head only the
 file's name counts, because each seed may have labels of its own, in a folder of its own.
+--by-prompt draws the runs of each prompt in a panel of their own.
 """
 
 import json
@@ -37,12 +38,14 @@ def read(run, scalar):
     return np.array([(e.step, e.value) for e in events.Scalars(scalar)]).T
 
 
-def groups_of(runs):
-    """Group runs that differ only in their seed -> {flags that differ between groups: runs}."""
+def groups_of(runs, by_prompt=False):
+    """Group runs that differ only in their seed, and by_prompt in their target prompt -> {flags
+    that differ between groups: runs}."""
     flags = {run: json.loads((run / "args.json").read_text()) for run in runs}
     for args in flags.values():
         args["reward_head"] = Path(without_hash(args.get("reward_head", ""))).name
-    shared = set.intersection(*map(set, flags.values())) - ELSEWHERE
+    ignored = ELSEWHERE | ({"target_prompt"} if by_prompt else set())
+    shared = set.intersection(*map(set, flags.values())) - ignored
     differ = [x for x in sorted(shared) if len({json.dumps(f[x]) for f in flags.values()}) > 1]
     groups = {}
     for run in runs:
@@ -61,12 +64,28 @@ def interval(values):
     return mean, band.low, band.high
 
 
+def draw(axes, name, runs, curves, last, color):
+    """Print how a group of runs ended and draw its mean, its interval and its runs."""
+    ends = np.array([[curves[run][1][-last:].mean()] for run in runs])
+    mean, low, high = (float(x[0]) for x in interval(ends))
+    band = f"{low:.4g} to {high:.4g}" if len(runs) > 1 else "none"
+    print(f"{name}: {len(runs)} runs, mean {mean:.4g}, 95 % interval {band}")
+    begin = max(curves[run][0][0] for run in runs)
+    grid = np.linspace(begin, min(curves[run][0][-1] for run in runs), 300)
+    mean, low, high = interval(np.stack([np.interp(grid, *curves[run]) for run in runs]))
+    for run in runs:
+        axes.plot(*curves[run], lw=0.6, alpha=0.4, color=color)
+    axes.fill_between(grid, low, high, color=color, alpha=0.2, lw=0)
+    axes.plot(grid, mean, lw=2, color=color, label=f"{name}: mean of {len(runs)} runs")
+
+
 def main(
     runs: tyro.conf.Positional[tuple[Path, ...]],
     scalar: str = "charts/clip_reward",
     last: int = 10,
     title: str = "",
     names: tuple[str, ...] = (),
+    by_prompt: bool = False,
     out: Path | None = None,
 ) -> None:
     """Print how the runs ended, and draw them if --out is given.
@@ -77,32 +96,30 @@ def main(
         last: how many values at the end to average
         title: written above the picture
         names: names of the groups, in the order of their first runs
+        by_prompt: draw one panel for each target prompt
         out: PNG to write
     """
     curves = {run: read(run, scalar) for run in runs}
     for run, (steps, values) in curves.items():
         end = f"mean of the last {last}: {values[-last:].mean():.4g}"
         print(f"{run.name}: {steps[-1]:,.0f} steps, {end}, largest {values.max():.4g}")
-    figure = Figure((6.5, 4), layout="constrained")
+    flags = {run: json.loads((run / "args.json").read_text()) for run in runs}
+    where = {run: ", ".join(flags[run]["target_prompt"]) if by_prompt else title for run in runs}
+    titles = list(dict.fromkeys(where.values()))
+    rows, columns = (len(titles) + 1) // 2, min(2, len(titles))
+    figure = Figure((6.5 if columns == 1 else 9, 1 + 3 * rows), layout="constrained")
     words = {tags[0]: words for words, tags in CURVES.items()}
-    axes = figure.subplots()
-    for number, (group, members) in enumerate(groups_of(runs).items()):
-        name = names[number] if names else group
-        ends = np.array([[curves[run][1][-last:].mean()] for run in members])
-        mean, low, high = (float(x[0]) for x in interval(ends))
-        band = f"{low:.4g} to {high:.4g}" if len(members) > 1 else "none"
-        print(f"{name}: {len(members)} runs, mean {mean:.4g}, 95 % interval {band}")
-        begin = max(curves[run][0][0] for run in members)
-        grid = np.linspace(begin, min(curves[run][0][-1] for run in members), 300)
-        mean, low, high = interval(np.stack([np.interp(grid, *curves[run]) for run in members]))
-        for run in members:
-            axes.plot(*curves[run], lw=0.6, alpha=0.4, color=f"C{number}")
-        axes.fill_between(grid, low, high, color=f"C{number}", alpha=0.2, lw=0)
-        axes.plot(
-            grid, mean, lw=2, color=f"C{number}", label=f"{name}: mean of {len(members)} runs"
-        )
-    axes.set(xlabel="environment steps", ylabel=words.get(scalar, scalar), title=title)
-    figure.legend(frameon=False, fontsize=8, loc="outside lower center")
+    label = words.get(scalar, scalar)
+    for number, title in enumerate(titles, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        axes.set(xlabel="environment steps", ylabel=label)
+        axes.set_title(title, fontsize="medium", wrap=True)
+        print(title, end="\n" if title else "")
+        for group, (name, members) in enumerate(groups_of(runs, by_prompt).items()):
+            if members := [run for run in members if where[run] == title]:
+                draw(axes, names[group] if names else name, members, curves, last, f"C{group}")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center")
     if out:
         figure.savefig(out, dpi=130)
 

@@ -109,6 +109,29 @@ def test_plot_runs_groups_seeds_and_draws(tmp_path):
     assert "has no nothing" in run(*script, runs[0], "--scalar", "nothing", code=1).stderr
 
 
+def test_plot_runs_draws_a_panel_for_each_prompt(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = []
+    for prompt, pink, slope in ("kneeling", True, 1), ("kneeling", False, 2), ("splits", True, 3):
+        runs.append(folder := tmp_path / f"{prompt}_{pink}")
+        with SummaryWriter(str(folder)) as writer:
+            for step in range(20):
+                writer.add_scalar("charts/clip_reward", slope * step, 100 * step)
+        flags = {"seed": 1, "target_prompt": [prompt], "pink_noise": pink}
+        (folder / "args.json").write_text(json.dumps(flags))
+    script = (sys.executable, "benchmarks/plot_runs.py", *runs, "--last", 4, "--by-prompt")
+    lines = run(*script, "--out", tmp_path / "a.png").stdout.splitlines()
+    assert lines[3:] == [
+        "kneeling",
+        "pink_noise True: 1 runs, mean 17.5, 95 % interval none",
+        "pink_noise False: 1 runs, mean 35, 95 % interval none",
+        "splits",
+        "pink_noise True: 1 runs, mean 52.5, 95 % interval none",
+    ]
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
 def test_plot_runs_groups_seeds_whose_labels_differ(tmp_path):
     for run, head in ("1", "1/two"), ("2", "2/two"), ("3", "1/one"), ("4", ""):
         (tmp_path / run).mkdir()
