@@ -64,8 +64,9 @@ def interval(values):
     return mean, band.low, band.high
 
 
-def draw(axes, name, runs, curves, last, color):
-    """Print how a group of runs ended and draw its mean, its interval and its runs."""
+def draw(axes, name, runs, curves, last, number):
+    """Print how a group of runs ended, draw its interval, its runs and its mean -> the mean's
+    line."""
     ends = np.array([[curves[run][1][-last:].mean()] for run in runs])
     mean, low, high = (float(x[0]) for x in interval(ends))
     band = f"{low:.4g} to {high:.4g}" if len(runs) > 1 else "none"
@@ -73,10 +74,12 @@ def draw(axes, name, runs, curves, last, color):
     begin = max(curves[run][0][0] for run in runs)
     grid = np.linspace(begin, min(curves[run][0][-1] for run in runs), 300)
     mean, low, high = interval(np.stack([np.interp(grid, *curves[run]) for run in runs]))
+    color = f"C{number}"
     for run in runs:
         axes.plot(*curves[run], lw=0.6, alpha=0.4, color=color)
     axes.fill_between(grid, low, high, color=color, alpha=0.2, lw=0)
-    axes.plot(grid, mean, lw=2, color=color, label=f"{name}: mean of {len(runs)} runs")
+    label = f"{name}: mean of {len(runs)} runs"
+    return axes.plot(grid, mean, lw=2, color=color, label=label)[0]
 
 
 def main(
@@ -103,23 +106,28 @@ def main(
     for run, (steps, values) in curves.items():
         end = f"mean of the last {last}: {values[-last:].mean():.4g}"
         print(f"{run.name}: {steps[-1]:,.0f} steps, {end}, largest {values.max():.4g}")
-    flags = {run: json.loads((run / "args.json").read_text()) for run in runs}
-    where = {run: ", ".join(flags[run]["target_prompt"]) if by_prompt else title for run in runs}
-    titles = list(dict.fromkeys(where.values()))
-    rows, columns = (len(titles) + 1) // 2, min(2, len(titles))
+    panels = {title: set(runs)}
+    if by_prompt:
+        panels = {}
+        for run in runs:
+            prompts = json.loads((run / "args.json").read_text())["target_prompt"]
+            panels.setdefault(", ".join(prompts), set()).add(run)
+    rows, columns = (len(panels) + 1) // 2, min(2, len(panels))
     figure = Figure((6.5 if columns == 1 else 9, 1 + 3 * rows), layout="constrained")
     words = {tags[0]: words for words, tags in CURVES.items()}
-    label = words.get(scalar, scalar)
-    for number, title in enumerate(titles, 1):
+    groups = groups_of(runs, by_prompt)
+    lines = {}  # in the legend
+    for number, (panel, shown) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, columns, number)
-        axes.set(xlabel="environment steps", ylabel=label)
-        axes.set_title(title, fontsize="medium", wrap=True)
-        print(title, end="\n" if title else "")
-        for group, (name, members) in enumerate(groups_of(runs, by_prompt).items()):
-            if members := [run for run in members if where[run] == title]:
-                draw(axes, names[group] if names else name, members, curves, last, f"C{group}")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center")
+        axes.set(xlabel="environment steps", ylabel=words.get(scalar, scalar))
+        axes.set_title(panel, fontsize="medium", wrap=True)
+        if by_prompt:
+            print(panel)
+        for group, (name, members) in enumerate(groups.items()):
+            if members := [run for run in members if run in shown]:
+                line = draw(axes, names[group] if names else name, members, curves, last, group)
+                lines.setdefault(line.get_label(), line)
+    figure.legend(handles=lines.values(), frameon=False, fontsize=8, loc="outside lower center")
     if out:
         figure.savefig(out, dpi=130)
 

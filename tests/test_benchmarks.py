@@ -87,17 +87,22 @@ def test_pipeline_runs_the_classic_tasks_by_dqn(tmp_path):
     assert result["args"]["batch_size"] == 64 and result["stages"]["update"]["updates/s"] > 0
 
 
-def test_plot_runs_groups_seeds_and_draws(tmp_path):
+def write_run(folder, slope, flags):
+    """Write a run folder whose reward grows by slope per 100 steps."""
     from torch.utils.tensorboard import SummaryWriter
 
+    with SummaryWriter(str(folder)) as writer:
+        for step in range(20):
+            writer.add_scalar("charts/clip_reward", slope * step, 100 * step)
+    (folder / "args.json").write_text(json.dumps(flags))
+
+
+def test_plot_runs_groups_seeds_and_draws(tmp_path):
     runs = []
     for alpha, seed, slope in (0.0, 1, 1), (0.0, 2, 2), (0.0, 3, 3), (0.5, 1, 10):
         runs.append(folder := tmp_path / f"Task__script__{seed}__{alpha}")
-        with SummaryWriter(str(folder)) as writer:
-            for step in range(20):
-                writer.add_scalar("charts/clip_reward", slope * step, 100 * step)
         flags = {"seed": seed, "reward_alpha": alpha, "gamma": 0.9, "runs_dir": str(seed)}
-        (folder / "args.json").write_text(json.dumps(flags))
+        write_run(folder, slope, flags)
     script = (sys.executable, "benchmarks/plot_runs.py")
     lines = run(*script, *runs, "--last", 4, "--out", tmp_path / "a.png").stdout.splitlines()
     assert "mean of the last 4: 17.5," in lines[0] and "mean of the last 4: 35," in lines[1]
@@ -110,16 +115,11 @@ def test_plot_runs_groups_seeds_and_draws(tmp_path):
 
 
 def test_plot_runs_draws_a_panel_for_each_prompt(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
-
     runs = []
     for prompt, pink, slope in ("kneeling", True, 1), ("kneeling", False, 2), ("splits", True, 3):
         runs.append(folder := tmp_path / f"{prompt}_{pink}")
-        with SummaryWriter(str(folder)) as writer:
-            for step in range(20):
-                writer.add_scalar("charts/clip_reward", slope * step, 100 * step)
         flags = {"seed": 1, "target_prompt": [prompt], "pink_noise": pink}
-        (folder / "args.json").write_text(json.dumps(flags))
+        write_run(folder, slope, flags)
     script = (sys.executable, "benchmarks/plot_runs.py", *runs, "--last", 4, "--by-prompt")
     lines = run(*script, "--out", tmp_path / "a.png").stdout.splitlines()
     assert lines[3:] == [
