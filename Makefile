@@ -59,6 +59,8 @@ browser:
 			|| echo "the installation failed: the page's tests will fail and say what to install"; }
 
 # The defaults are the recipe (docs/results.md). With a GPU and the real CLIP see the README.
+# Python keeps its bytecode: otherwise the learner, the workers and the judge would each compile all packages.
+train: export PYTHONDONTWRITEBYTECODE :=
 train: $(VENV)/.installed
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); \
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --clip-model tiny_clip \
