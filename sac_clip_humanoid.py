@@ -95,9 +95,10 @@ class Args(RunArgs):
     layers of the critics by layer norm (DroQ, SimBa), which keeps their values reasonable with many
     updates per step. The paper does neither"""
     observe_forces: bool = False
-    """observe all 348 numbers of Humanoid-v5, as in the paper. They include the bodies' inertia and
-    velocity, and the forces of actuators and contacts, which reach 5000. Otherwise the agent
-    observes only the positions and velocities of the joints (45 numbers)"""
+    """observe all 348 numbers of Humanoid-v5, as in the paper. They include the forces of actuators
+    and contacts, which reach 5000. Otherwise the agent observes the positions and velocities of the
+    joints, and each body's inertia and velocity about the centre of mass, which tell it whether it
+    is falling (253 numbers)"""
     pink_noise: bool = True
     """explore with pink noise, also in the random actions before learning; otherwise with white
     noise, which is independent in every action (as in the paper)"""
@@ -114,15 +115,14 @@ class Args(RunArgs):
             self.camera_azimuth = self.camera_azimuth or (180.0, 120.0, 240.0)
 
 
-FORCES = {f"include_{part}_in_observation": False  # of Humanoid-v5
-          for part in ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")}  # fmt: skip
+NO_FORCES = {f"include_{part}_in_observation": False for part in ("qfrc_actuator", "cfrc_ext")}
 
 
 def make_env(args: Args, filmed=False):
     """Return a function that makes one environment: observations [O], endless episodes, and in
     `info` the states or frames for pictures."""
     by_state = not tasks.why_own_render(args.env_id)
-    kwargs = FORCES if args.env_id == "Humanoid-v5" and not args.observe_forces else {}
+    kwargs = NO_FORCES if args.env_id == "Humanoid-v5" and not args.observe_forces else {}
     return functools.partial(tasks.make_endless, args, by_state, filmed, **kwargs)
 
 
@@ -132,7 +132,7 @@ def make_vector_env(args: Args):
         from environments.humanoid import HumanoidVectorEnv
 
         # the results are the same bit for bit, and it is 2.5 times as fast
-        return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else FORCES))
+        return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else NO_FORCES))
     thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
     return tasks.make_vector_env(args, thunks)
 
