@@ -296,7 +296,7 @@ def test_every_reward_is_that_of_its_own_next_states(finished):
     if script is sac:
         observations, actions, rewards = (ring[0].numpy() for ring in rings(folder))
         observations, later = observations[:-1, 1], observations[1:, 1]
-        env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, **sac.FORCES)
+        env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, **sac.NO_FORCES)
         low, high = env.action_space.low, env.action_space.high
         actions = ((actions[:, 1] + 1) / 2 * (high - low) + low).astype(np.float32)
     else:
@@ -358,7 +358,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished, tmp_path):
     if script is not sac:
         return
     kept, actions, _ = rings(half)  # at the first step of each action; the mean is of all steps
-    env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, **sac.FORCES)
+    env = gym.make("Humanoid-v5", terminate_when_unhealthy=False, **sac.NO_FORCES)
     seen = []
     for rollout in range(4):
         seeds = np.random.SeedSequence((1, rollout)).generate_state(3).tolist()[:2]
