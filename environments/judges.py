@@ -207,7 +207,7 @@ def _lotus(f):
     knees = (f["pelvis"][:, None] + f["knee_at"][..., 2] < 0.26) & (f["bend"] > 1.5)
     outward = f["knee_at"][..., 1]
     inward = outward - f["foot_at"][..., 1]  # how much nearer the foot is to the middle
-    return _seated(f) & (knees & (outward > 0.22) & (inward > 0.12)).all(1)
+    return _seated(f) & (knees & (outward > 0.15) & (inward > 0.12)).all(1)
 
 
 def _splits(f):
