@@ -107,6 +107,15 @@ def test_kneeling_wants_both_knees_and_the_torso_up():
     assert not judges.TASKS["kneeling"].judge(bent).any()
 
 
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("outward, sits", [(0.17, True), (0.13, False)])  # m; docs/results.md
+def test_lotus_wants_both_knees_to_the_side(side, outward, sits):
+    facts = judges.measure(poses.sample("lotus", np.random.default_rng(3), 5))
+    facts["knee_at"][:, side, 1] = outward
+    facts["foot_at"][:, side, 1] = outward - 0.2
+    assert (judges.HUMANOID["lotus"](facts) == sits).all()
+
+
 def test_arms_crossed_needs_more_than_hands_that_touch():
     rng = np.random.default_rng(5)
     kneeling = poses.sample("kneeling", rng, 40)
