@@ -100,8 +100,9 @@ class Args(RunArgs):
     joints, and each body's inertia and velocity about the centre of mass, which tell it whether it
     is falling (253 numbers)"""
     pink_noise: bool = True
-    """explore with pink noise, also in the random actions before learning; otherwise with white
-    noise, which is independent in every action (as in the paper)"""
+    """explore with pink noise, also in the random actions before learning, and with a different
+    amplitude in each episode and action dimension; otherwise with the policy's own white noise,
+    which is independent in every action (as in the paper)"""
     entropy_coef: Annotated[float | None, Interval(ge=0, lt=1e6)] = None
     """fixed entropy coefficient (default: it starts at 0.05 and is tuned until the policy's entropy
     is -dim(actions))"""
@@ -272,16 +273,20 @@ class Actor(nn.Module):
         return self.to_env(torch.tanh(mean))
 
 
-def exploration_noise(T, N, action_dim, pink):
+def exploration_noise(T, N, action_dim, pink, varied):
     """Draw the standard normal noise [T, N, A] of N episodes of T steps. Pink noise has a power
     spectrum of 1/f over the steps of an episode (Eberhard et al., "Pink Noise Is All You Need",
-    ICLR 2023): its slow parts move limbs, which hardly follow a torque that changes every step."""
-    white = torch.randn(N, action_dim, T)
-    if not pink:
-        return white.permute(2, 0, 1)
-    amplitude = torch.fft.fftfreq(T).abs().clamp(min=1 / T).rsqrt()
-    amplitude /= amplitude.square().mean().sqrt()  # the variance of every step stays 1
-    return torch.fft.ifft(torch.fft.fft(white) * amplitude).real.permute(2, 0, 1)
+    ICLR 2023): its slow parts move limbs, which hardly follow a torque that changes every step.
+    `varied` multiplies it by an amplitude of mean 1 for each episode and action dimension: a few
+    limbs explore far from the policy's pose while the others hold it (docs/results.md)."""
+    noise = torch.randn(N, action_dim, T)
+    if pink:
+        amplitude = torch.fft.fftfreq(T).abs().clamp(min=1 / T).rsqrt()
+        amplitude /= amplitude.square().mean().sqrt()  # the variance of every step stays 1
+        noise = torch.fft.ifft(torch.fft.fft(noise) * amplitude).real
+    if varied:
+        noise = noise * torch.empty(N, action_dim, 1).exponential_()
+    return noise.permute(2, 0, 1)
 
 
 class ReplayBuffer:
@@ -474,7 +479,8 @@ if __name__ == "__main__":
         *env_seeds, torch_seed = map(int, sequence.generate_state(N + 1))
         torch.manual_seed(torch_seed)
         random_actions = run.step < args.learning_starts
-        noise = exploration_noise(T // R, N, action_dim, args.pink_noise)
+        varied = args.pink_noise and not random_actions
+        noise = exploration_noise(T // R, N, action_dim, args.pink_noise, varied)
         film = run.due(args.video_freq, run.step, run.step + T * N)
         observations = np.empty((T + 1, N, observation_dim), np.float32)
         actions = np.empty((T // R, N, action_dim), np.float32)

@@ -247,7 +247,7 @@ def test_log_density_of_the_squashed_gaussian():
 @pytest.mark.parametrize("T, pink", [(100, True), (7, True), (1, True), (100, False)])
 def test_exploration_noise_is_standard_normal_with_the_power_of_its_colour(T, pink):
     torch.manual_seed(0)
-    noise = sac.exploration_noise(T, 400, 17, pink)
+    noise = sac.exploration_noise(T, 400, 17, pink, varied=False)
     assert noise.shape == (T, 400, 17)
     samples = noise.numpy().reshape(T, -1)
     assert np.abs(samples.mean(1)).max() < 0.05 and np.abs(samples.std(1) - 1).max() < 0.05
@@ -260,6 +260,20 @@ def test_exploration_noise_is_standard_normal_with_the_power_of_its_colour(T, pi
     assert slope == pytest.approx(-1 if pink else 0, abs=0.03)
     uniform = np.sort(torch.erf(noise[3] / 2**0.5).numpy().ravel())  # the random actions
     np.testing.assert_allclose(uniform, np.linspace(-1, 1, len(uniform)), atol=0.05)
+
+
+def test_the_amplitude_of_noise_varies_by_episode_and_action_dimension():
+    torch.manual_seed(0)
+    noise = sac.exploration_noise(50, 400, 17, pink=True, varied=False)
+    torch.manual_seed(0)
+    varied = sac.exploration_noise(50, 400, 17, pink=True, varied=True)
+    amplitude = (varied / noise).numpy()
+    np.testing.assert_allclose(amplitude, np.broadcast_to(amplitude[0], amplitude.shape), rtol=1e-4)
+    expected = -np.log1p(-np.linspace(0.1, 0.95, 18))  # quantiles of the exponential distribution
+    np.testing.assert_allclose(
+        np.quantile(amplitude[0], np.linspace(0.1, 0.95, 18)), expected, rtol=0.1
+    )
+    assert np.abs(np.corrcoef(amplitude[0].T) - np.eye(17)).max() < 0.25
 
 
 def test_given_noise_replaces_the_actor_s_own():
