@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from clip_reward import UsageError
 from environments import judges, tasks
@@ -377,7 +378,9 @@ def update_alpha(entropy, action_dim, alpha, log_alpha, optimizer):
 
 
 def make_learner(args: Args, observation_dim, action_space, device):
-    """Return networks, optimisers and the logarithm of the entropy coefficient [] by name."""
+    """Return networks, optimisers and the logarithm of the entropy coefficient [] by name. The
+    average actor, which best.pt holds, averages the weights of about the last five rollouts: the
+    updates of one rollout change what a single actor does by a lot (docs/results.md)."""
     actor = Actor(observation_dim, action_space, args).to(device)
     shape = (observation_dim, math.prod(action_space.shape), args, actor.normalize)
     critic, target_critic = TwinCritic(*shape).to(device), TwinCritic(*shape).to(device)
@@ -391,6 +394,7 @@ def make_learner(args: Args, observation_dim, action_space, device):
     adam = functools.partial(torch.optim.Adam, **settings)
     return {
         "actor": actor,
+        "average_actor": AveragedModel(actor, multi_avg_fn=get_ema_multi_avg_fn(0.8)),
         "critic": critic,
         "target_critic": target_critic,
         "actor_optimizer": adam(actor.parameters()),
@@ -526,7 +530,7 @@ if __name__ == "__main__":
         run.step += T * N
         run.rollout += 1
         if not random_actions:
-            run.keep_best(rewards.mean(), actor=actor)
+            run.keep_best(rewards.mean(), actor=learner["average_actor"].module)
         if args.normalize:
             actor.normalize.add(torch.as_tensor(observations, device=device))
 
@@ -535,6 +539,8 @@ if __name__ == "__main__":
         losses = []
         for _ in range(args.gradient_steps if run.step >= args.learning_starts else 0):
             losses.append(learn(buffer.sample(args.batch_size)))
+        if losses:
+            learner["average_actor"].update_parameters(actor)
         means = {}
         for name in losses[0] if losses else ():
             means[f"losses/{name}"] = torch.stack([x[name] for x in losses]).mean().item()
