@@ -101,9 +101,9 @@ class Args(RunArgs):
     joints, and each body's inertia and velocity about the centre of mass, which tell it whether it
     is falling (253 numbers)"""
     pink_noise: bool = True
-    """explore with pink noise, also in the random actions before learning, and in every second
-    environment with a random amplitude for each action dimension; otherwise with the policy's own
-    white noise, which is independent in every action (as in the paper)"""
+    """explore with pink noise, also in the random actions before learning, and with a random
+    amplitude for each episode and action dimension; otherwise with the policy's own white noise,
+    which is independent in every action (as in the paper)"""
     entropy_coef: Annotated[float | None, Interval(ge=0, lt=1e6)] = None
     """fixed entropy coefficient (default: it starts at 0.05 and is tuned until the policy's entropy
     is -dim(actions))"""
@@ -278,18 +278,15 @@ def exploration_noise(T, N, action_dim, pink, varied):
     """Draw the standard normal noise [T, N, A] of N episodes of T steps. Pink noise has a power
     spectrum of 1/f over the steps of an episode (Eberhard et al., "Pink Noise Is All You Need",
     ICLR 2023): its slow parts move limbs, which hardly follow a torque that changes every step.
-    `varied` multiplies it, in every second episode, by an amplitude of mean 1 for each action
-    dimension: a few limbs explore far from the policy's pose while the others hold it
-    (docs/results.md)."""
+    `varied` multiplies it by an amplitude of mean 1 for each episode and action dimension: a few
+    limbs explore far from the policy's pose while the others hold it (docs/results.md)."""
     noise = torch.randn(N, action_dim, T)
     if pink:
         amplitude = torch.fft.fftfreq(T).abs().clamp(min=1 / T).rsqrt()
         amplitude /= amplitude.square().mean().sqrt()  # the variance of every step stays 1
         noise = torch.fft.ifft(torch.fft.fft(noise) * amplitude).real
     if varied:
-        amplitude = torch.empty(N, action_dim, 1).exponential_()
-        amplitude[::2] = 1
-        noise = noise * amplitude
+        noise = noise * torch.empty(N, action_dim, 1).exponential_()
     return noise.permute(2, 0, 1)
 
 
