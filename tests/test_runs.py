@@ -377,19 +377,22 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_best_holds_the_average_of_the_actors_of_the_last_rollouts(tmp_path):
+@BOTH
+def test_best_holds_the_average_of_the_last_rollouts(script, tmp_path):
+    policy = "actor" if script is sac else "q_network"
+    start = [*TRUTH, "--runs-dir", tmp_path, *([] if script is sac else ["--no-anneal-lr"])]
     average = {}
     for steps in 24, 48, 72, 96:
-        more = ["--resume", only_run(tmp_path)] if average else [*TRUTH, "--runs-dir", tmp_path]
-        run(sac.__file__, *more, "--total-timesteps", steps)
+        more = ["--resume", only_run(tmp_path)] if average else start
+        run(script.__file__, *more, "--total-timesteps", steps)
         folder = only_run(tmp_path)
         for name, value in average.items():  # best.pt is from before this rollout's updates
-            torch.testing.assert_close(checkpoint(folder, "best")["actor"][name], value)
-        actor = checkpoint(folder)["actor"]
-        for name, value in actor.items():
+            torch.testing.assert_close(checkpoint(folder, "best")[policy][name], value)
+        newest = checkpoint(folder)[policy]
+        for name, value in newest.items():
             averaged = steps > 24 and name.startswith("net")
             average[name] = 0.8 * average[name] + 0.2 * value if averaged else value
-    assert not torch.equal(average["net.0.weight"], actor["net.0.weight"])
+    assert not torch.equal(average["net.0.weight"], newest["net.0.weight"])
 
 
 @pytest.mark.slow
