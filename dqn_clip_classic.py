@@ -53,7 +53,6 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from clip_reward import UsageError
 from environments import classic, judges, tasks
@@ -306,8 +305,6 @@ if __name__ == "__main__":
 
     learner = make_learner(args, observation_dim, envs.single_action_space, device)
     q_network, target_network = learner["q_network"], learner["target_network"]
-    # The average over about the last five rollouts, which best.pt holds.
-    average = AveragedModel(q_network, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     params, target_params = list(q_network.parameters()), list(target_network.parameters())
     learn = functools.partial(update, **learner, args=args)
     if args.compile:
@@ -318,7 +315,7 @@ if __name__ == "__main__":
             learn = CudaGraphModule(learn, warmup=5)
     buffer = ReplayBuffer(args.buffer_size, observation_dim, device)
     updates = torch.zeros((), dtype=torch.int64)
-    saved = learner | {"average_network": average, "replay": buffer, "updates": updates}
+    saved = learner | {"replay": buffer, "updates": updates}
     run.restore(saved, pool.look)  # with --resume
 
     while run.step < args.total_timesteps and not run.stopped:
@@ -377,7 +374,7 @@ if __name__ == "__main__":
         run.step += steps
         run.rollout += 1
         if learned:
-            run.keep_best(rewards.mean(), q_network=average.module)
+            run.keep_best(rewards.mean(), q_network=q_network)
 
         # 3. Learn
         t3 = time.perf_counter()
@@ -392,8 +389,6 @@ if __name__ == "__main__":
             if updates % args.target_network_frequency == 0:
                 with torch.no_grad():
                     torch._foreach_lerp_(target_params, params, args.tau)
-        if losses:
-            average.update_parameters(q_network)
         means = {}
         for name in losses[0] if losses else ():
             means[f"losses/{name}"] = torch.stack([x[name] for x in losses]).mean().item()

@@ -46,7 +46,6 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from clip_reward import UsageError
 from environments import judges, tasks
@@ -169,7 +168,7 @@ def check_args(args: Args):
     check_memory(args, {
         "--buffer-size": 4 * transitions // args.action_repeat * numbers,
         "--batch-size": 4 * args.batch_size * (2 * observation_dim + 12 * HIDDEN),  # in fact 14
-        "HIDDEN": 4 * 15 * HIDDEN**2,  # six networks; three have a gradient and two averages each
+        "HIDDEN": 4 * 14 * HIDDEN**2,  # five networks; three have a gradient and two averages each
     })  # fmt: skip
     args.check_reward()
     return state
@@ -378,9 +377,7 @@ def update_alpha(entropy, action_dim, alpha, log_alpha, optimizer):
 
 
 def make_learner(args: Args, observation_dim, action_space, device):
-    """Return networks, optimisers and the logarithm of the entropy coefficient [] by name. The
-    average actor, which best.pt holds, averages the weights of about the last five rollouts: the
-    updates of one rollout change what a single actor does by a lot (docs/results.md)."""
+    """Return networks, optimisers and the logarithm of the entropy coefficient [] by name."""
     actor = Actor(observation_dim, action_space, args).to(device)
     shape = (observation_dim, math.prod(action_space.shape), args, actor.normalize)
     critic, target_critic = TwinCritic(*shape).to(device), TwinCritic(*shape).to(device)
@@ -394,7 +391,6 @@ def make_learner(args: Args, observation_dim, action_space, device):
     adam = functools.partial(torch.optim.Adam, **settings)
     return {
         "actor": actor,
-        "average_actor": AveragedModel(actor, multi_avg_fn=get_ema_multi_avg_fn(0.8)),
         "critic": critic,
         "target_critic": target_critic,
         "actor_optimizer": adam(actor.parameters()),
@@ -530,7 +526,7 @@ if __name__ == "__main__":
         run.step += T * N
         run.rollout += 1
         if not random_actions:
-            run.keep_best(rewards.mean(), actor=learner["average_actor"].module)
+            run.keep_best(rewards.mean(), actor=actor)
         if args.normalize:
             actor.normalize.add(torch.as_tensor(observations, device=device))
 
@@ -539,8 +535,6 @@ if __name__ == "__main__":
         losses = []
         for _ in range(args.gradient_steps if run.step >= args.learning_starts else 0):
             losses.append(learn(buffer.sample(args.batch_size)))
-        if losses:
-            learner["average_actor"].update_parameters(actor)
         means = {}
         for name in losses[0] if losses else ():
             means[f"losses/{name}"] = torch.stack([x[name] for x in losses]).mean().item()

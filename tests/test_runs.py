@@ -378,25 +378,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished, tmp_path):
 
 @pytest.mark.slow
 @BOTH
-def test_best_holds_the_average_of_the_last_rollouts(script, tmp_path):
-    policy = "actor" if script is sac else "q_network"
-    start = [*TRUTH, "--runs-dir", tmp_path, *([] if script is sac else ["--no-anneal-lr"])]
-    average = {}
-    for steps in 24, 48, 72, 96:
-        more = ["--resume", only_run(tmp_path)] if average else start
-        run(script.__file__, *more, "--total-timesteps", steps)
-        folder = only_run(tmp_path)
-        for name, value in average.items():  # best.pt is from before this rollout's updates
-            torch.testing.assert_close(checkpoint(folder, "best")[policy][name], value)
-        newest = checkpoint(folder)[policy]
-        for name, value in newest.items():
-            averaged = steps > 24 and name.startswith("net")
-            average[name] = 0.8 * average[name] + 0.2 * value if averaged else value
-    assert not torch.equal(average["net.0.weight"], newest["net.0.weight"])
-
-
-@pytest.mark.slow
-@BOTH
 def test_a_new_run_may_start_with_the_networks_of_a_checkpoint(script, tmp_path):
     more = [] if script is sac else ["--no-anneal-lr"]  # or 48 steps would anneal faster
     run(script.__file__, *TRUTH, *more, "--total-timesteps", 72, "--runs-dir", tmp_path / "first")
