@@ -27,7 +27,7 @@ from unittest import mock
 
 # These are set before torch is imported. Threads that spin while they wait are fastest on an idle
 # machine, but if another process keeps the same cores busy, SAC's updates fall from 65 a second to
-# 1; with this bound, they only fall to 36 (2 cores, batch 256; docs/speed.md).
+# 1; with this bound, they only fall to 36 (two cores, batches of 256).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # kernels are not chosen by timing
 os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # errors of flags stay short
@@ -384,8 +384,8 @@ def resolve(name: str) -> tuple[str, str | None]:
 
     pairs = [pair.replace(":", "/", 1) for pair in open_clip.list_pretrained(as_str=True)]
     if name not in pairs:
-        near = ", ".join(difflib.get_close_matches(name, pairs, n=4, cutoff=0.1))
-        forms = "an ARCH/TAG of open_clip, local-dir:FOLDER or hf-hub:ORG/NAME"
+        near = ", ".join(difflib.get_close_matches(name, ["tiny_clip", *pairs], n=4, cutoff=0.1))
+        forms = "tiny_clip, an ARCH/TAG of open_clip, local-dir:FOLDER or hf-hub:ORG/NAME"
         raise UsageError(f"--clip-model {name} is not {forms}; the nearest: {near}")
     arch, _, tag = name.partition("/")
     return arch, tag

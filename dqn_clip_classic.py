@@ -64,6 +64,9 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 
 @dataclass(config={"extra": "forbid"})
 class Args(RunArgs):
+    """Flags of DQN. The flags of every run are in training/run.py, those of the reward in
+    clip_reward.py, and those of the pictures in egl_render.py. --help shows all of them."""
+
     env_id: str = "CartPole-v1"
     """Gymnasium task with discrete actions; MODULE:NAME imports MODULE first, which registers it.
     CartPole-v1, MountainCar-v0 and MuJoCo tasks whose pictures depend only on their states are
@@ -347,7 +350,7 @@ if __name__ == "__main__":
             observations[t + 1], env_rewards[t], _, _, infos = envs.step(actions[t])
             if drawn_from in infos:
                 states = np.stack(infos[drawn_from])  # [N, S], or frames [N, H, W, 3]
-                pictured.append(states if drawn_from == "states" else states[:1])
+                pictured.append(states if drawn_from == "states" else states[:1].copy())
                 if use_clip and t in scored:
                     pool.put(states)
             valid[t] = ~infos.get("over", np.zeros(N, bool))  # --terminate: only until the end
@@ -362,9 +365,8 @@ if __name__ == "__main__":
             rewards = np.zeros((T, N), np.float32)
             rewards[scored] = pool.take().reshape(-1, N)
         t2 = time.perf_counter()
-        run.check_finite(
-            env_seeds, observation=observations, env_reward=env_rewards, reward=rewards
-        )
+        run.check_finite(env_seeds, observation=observations)
+        run.check_finite(env_seeds, first=1, env_reward=env_rewards, reward=rewards)
         if use_clip:
             rewards = clip_reward.interpolate(rewards, scored)
         run.to_save = {}  # a failure from here to the end of the rollout saves nothing

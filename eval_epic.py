@@ -104,7 +104,7 @@ class Collect(Own):
     every: PositiveInt = 1
     """--source run: keep every `every`-th step"""
     explore: bool = False
-    """--source run: sample SAC's actions as in training, instead of the mean action"""
+    """--source run: SAC's actions with the noise of training, instead of the mean action"""
     env_id: str | None = None
     """--source uniform: the task (default: CartPole-v1); --source run: MODULE:NAME, if the run's
     task is in a module of yours"""

@@ -95,10 +95,10 @@ class Args(RunArgs):
     layers of the critics by layer norm (DroQ, SimBa), which keeps their values reasonable with many
     updates per step. The paper does neither"""
     observe_forces: bool = False
-    """observe all 348 numbers of Humanoid-v5, as in the paper. They include the forces of actuators
-    and contacts, which reach 5000. Otherwise the agent observes the positions and velocities of the
-    joints, and each body's inertia and velocity about the centre of mass, which tell it whether it
-    is falling (253 numbers)"""
+    """only Humanoid-v5: observe all of its 348 numbers, as in the paper. They include the forces of
+    actuators and contacts, which reach 5000. Otherwise the agent observes the positions and
+    velocities of the joints, and each body's inertia and velocity about the centre of mass, which
+    tell it whether it is falling (253 numbers)"""
     pink_noise: bool = True
     """explore with pink noise, also in the random actions before learning, and with a random
     amplitude for each episode and action dimension; otherwise with the policy's own white noise,
@@ -132,7 +132,7 @@ def make_vector_env(args: Args):
     if args.env_id == "Humanoid-v5":
         from environments.humanoid import HumanoidVectorEnv
 
-        # the results are the same bit for bit, and it is 2.5 times as fast
+        # the results are the same bit for bit, in half the time (docs/speed.md)
         return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else NO_FORCES))
     thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
     return tasks.make_vector_env(args, thunks)
@@ -153,6 +153,8 @@ def check_args(args: Args):
         need = f"SAC needs bounded continuous actions, not {actions}"
         raise UsageError(f"--env-id {args.env_id}: {need}{other}")
     rollout = args.num_envs * args.episode_length
+    if args.observe_forces and args.env_id != "Humanoid-v5":
+        raise UsageError(f"--observe-forces: {args.env_id} always has all of its observations")
     if args.episode_length % args.action_repeat:
         flags = f"--episode-length {args.episode_length}, --action-repeat {args.action_repeat}"
         raise UsageError(f"{flags}: an episode is a whole number of repeats")
@@ -274,11 +276,12 @@ class Actor(nn.Module):
 
 
 def exploration_noise(T, N, action_dim, pink, varied):
-    """Draw the standard normal noise [T, N, A] of N episodes of T steps. Pink noise has a power
-    spectrum of 1/f over the steps of an episode (Eberhard et al., "Pink Noise Is All You Need",
-    ICLR 2023): its slow parts move limbs, which hardly follow a torque that changes every step.
-    `varied` multiplies it by an amplitude of mean 1 for each episode and action dimension: a few
-    limbs explore far from the policy's pose while the others hold it (docs/results.md)."""
+    """Draw normal noise [T, N, A] of variance 1 for N episodes of T actions. Pink noise has a power
+    spectrum of 1/f over an episode (Eberhard et al., "Pink Noise Is All You Need", ICLR 2023): its
+    slow parts move limbs, which hardly follow a torque that changes every step. `varied` multiplies
+    it by an exponential amplitude of mean 1 for each episode and action dimension (so the variance
+    is 2 over all episodes): a few limbs explore far from the policy's pose while the others hold it
+    (docs/results.md)."""
     noise = torch.randn(N, action_dim, T)
     if pink:
         amplitude = torch.fft.fftfreq(T).abs().clamp(min=1 / T).rsqrt()
@@ -436,7 +439,7 @@ if __name__ == "__main__":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill the whole buffer
-    torch.set_num_threads(1)  # products this small are faster with one thread (docs/speed.md)
+    torch.set_num_threads(1)  # products this small are faster with one thread
     torch.set_flush_denormal(True)  # denormals in Adam's averages slow a CPU down a hundredfold
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -504,7 +507,7 @@ if __name__ == "__main__":
             observations[t + 1], env_rewards[t], _, _, infos = stepped
             if drawn_from in infos:
                 states = np.stack(infos[drawn_from])  # [N, S], or frames [N, H, W, 3]
-                pictured.append(states if drawn_from == "states" else states[:1])
+                pictured.append(states if drawn_from == "states" else states[:1].copy())
                 if use_clip and t in scored:
                     pool.put(states)
         success = infos.get("success")
@@ -516,8 +519,8 @@ if __name__ == "__main__":
             rewards = np.zeros((T, N), np.float32)
             rewards[scored] = pool.take().reshape(-1, N)
         t2 = time.perf_counter()
-        run.check_finite(env_seeds, observation=observations, action=actions)
-        run.check_finite(env_seeds, env_reward=env_rewards, reward=rewards)
+        run.check_finite(env_seeds, observation=observations, action=actions.repeat(R, 0))
+        run.check_finite(env_seeds, first=1, env_reward=env_rewards, reward=rewards)
         if use_clip:
             rewards = clip_reward.interpolate(rewards, scored)
         run.to_save = {}  # a failure from here to the end of the rollout saves nothing

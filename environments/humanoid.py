@@ -1,7 +1,6 @@
 """Many Humanoid-v5 environments in one process, stepped by MuJoCo's threads; nothing is pickled.
 
-On two cores this is 2.5 times as fast as a process per environment, and the part of a step that
-more cores do not shorten takes a third of the time (docs/speed.md)."""
+On two cores this is twice as fast as a process per environment (docs/speed.md)."""
 
 import os
 

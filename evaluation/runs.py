@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -140,23 +141,29 @@ def load_policy(path, args, observation_space, action_space):
 @torch.no_grad()
 def rollout(args, path, seeds, explore=False):
     """Play whole episodes of a run side by side, one per seed, with the best actions of the
-    checkpoint at `path`, or with `explore` (SAC) sampled ones -> columns of a Dataset, episode
-    after episode. Raises as `load_policy` does, and RunError for a NaN or infinity."""
+    checkpoint at `path`, or with `explore` (SAC) those with the noise of training -> columns of a
+    Dataset, episode after episode. Raises as `load_policy` does, and RunError for a NaN or an
+    infinity."""
     seeds = [int(seed) for seed in seeds]
     modes = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
-    envs = gym.vector.SyncVectorEnv([script_of(args).make_env(args)] * len(seeds), **modes)
+    script, repeat = script_of(args), getattr(args, "action_repeat", 1)
+    envs = gym.vector.SyncVectorEnv([script.make_env(args)] * len(seeds), **modes)
     spaces = envs.single_observation_space, envs.single_action_space
     network, checkpoint_step = load_policy(path, args, *spaces)
-    if explore and not hasattr(network, "sample"):
-        raise UsageError("--explore: a run of DQN has no stochastic policy to sample from")
     observations, _ = envs.reset(seed=seeds)
-    torch.manual_seed(seeds[0])
+    if explore and not hasattr(script, "exploration_noise"):
+        raise UsageError("--explore: only SAC's script has an exploration_noise; DQN has none")
+    if explore:
+        torch.manual_seed(seeds[0])
+        shape = args.episode_length // repeat, len(seeds), math.prod(spaces[1].shape)
+        noise = script.exploration_noise(*shape, args.pink_noise, args.pink_noise)
     steps = []
     for step in tqdm(range(args.episode_length), f"{len(seeds)} episodes", disable=None):
-        if step % getattr(args, "action_repeat", 1):
+        if step % repeat:
             pass  # SAC holds its action
         elif explore:
-            sample, _ = network.sample(torch.as_tensor(observations, dtype=torch.float32))
+            seen = torch.as_tensor(observations, dtype=torch.float32)
+            sample, _ = network.sample(seen, noise[step // repeat])
             actions = network.to_env(sample)
         else:
             actions = network.best_actions(observations)

@@ -384,6 +384,7 @@ def test_importing_bounds_the_spinning_of_threads_before_torch(module):
         ("ViT-B-31/openai", ["--clip-model ViT-B-31/openai", "ViT-B-32"]),
         ("ViT-B-32/openia", ["ViT-B-32/openai"]),
         ("ViT-B-32", ["ARCH/TAG"]),
+        ("tiny-clip", ["the nearest: tiny_clip"]),
         ("local-dir:/nowhere", ["/nowhere needs open_clip_config.json and"]),
     ],
 )

@@ -331,7 +331,7 @@ def test_uniform_states_and_poses_are_what_they_say(data, tmp_path):
         assert sheet.width == 10 * (120 + 2 * figures.BORDER)
 
 
-def test_exploring_policies_thinned_episodes_and_chosen_checkpoints(runs, tmp_path):
+def test_exploring_policies_thinned_episodes_and_chosen_checkpoints(runs, tmp_path, monkeypatch):
     def made(name, **settings):
         words = {"run": runs["humanoid"], "episodes": 2, "every": 3, "checkpoints": ("best",)}
         return datasets.load_dataset(collect("run", tmp_path / f"{name}.npz", **words | settings))
@@ -343,7 +343,17 @@ def test_exploring_policies_thinned_episodes_and_chosen_checkpoints(runs, tmp_pa
     mean = made("d", checkpoints=("2000", "100"))
     assert mean.checkpoint_step.tolist() == [2000] * 4 + [100] * 4
     assert np.abs(mean.states[:4] - once.states).max() > 0.01
-    with pytest.raises(UsageError, match="DQN has no stochastic policy"):
+    drawn = []  # exploring uses the script's noise: without any, the actions are the mean ones
+
+    def no_noise(T, N, action_dim, pink, varied):
+        drawn.append((T, N, action_dim, pink, varied))
+        return torch.zeros(T, N, action_dim)
+
+    monkeypatch.setattr(sac, "exploration_noise", no_noise)
+    still = made("f", explore=True)
+    assert drawn == [(3, 2, 17, True, True)]
+    np.testing.assert_array_equal(still.states, made("g").states)
+    with pytest.raises(UsageError, match="only SAC's script has an exploration_noise"):
         made("e", run=runs["good"], explore=True)
     with pytest.raises(UsageError, match="--every 7: episodes have 6 steps"):
         made("e", every=7)

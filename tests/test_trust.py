@@ -302,7 +302,8 @@ BROKEN = """
 
     gym.register("Broken-v0", Broken)
 """
-SEED = np.random.SeedSequence((1, 2)).generate_state(3)[0]  # of environment 0 in the third rollout
+# of environment 0 in the third rollout
+SEED = f"seed {np.random.SeedSequence((1, 2)).generate_state(3)[0]}"
 
 
 @pytest.mark.parametrize(
@@ -311,12 +312,12 @@ SEED = np.random.SeedSequence((1, 2)).generate_state(3)[0]  # of environment 0 i
         (
             "observation[1] = np.nan if self.age == 7 else 0",
             "pass",
-            f"observation of environment 0 is not finite 7 steps after its reset with seed {SEED}",
+            f"observation of environment 0 is not finite after step 7 of the episode with {SEED}",
         ),
         pytest.param(
             "reward = -np.inf if self.age == 9 else 0.5",
             "pass",
-            f"reward of environment 0 is not finite 8 steps after its reset with seed {SEED}: -inf",
+            f"reward of environment 0 is not finite after step 9 of the episode with {SEED}: -inf",
             marks=SLOW,
         ),
         pytest.param("reward = 1e30", "pass", "losses/qf1_loss is inf after 72 steps", marks=SLOW),
@@ -363,7 +364,7 @@ def test_a_reward_that_is_not_finite_names_its_environment(tmp_path):
     with started(*words) as process:
         line = ended(process, 1)
     seed = np.random.SeedSequence((1, 0)).generate_state(3)[0]
-    assert "error: reward of environment 0 is not finite 0 steps after its reset" in line
+    assert "error: reward of environment 0 is not finite after step 1 of the episode" in line
     assert f"with seed {seed}: nan" in line and line.endswith("nothing is saved")
 
 

@@ -528,14 +528,14 @@ class Run:
         """Environment steps per second since this process began, everything included."""
         return (self.step - self.first_step) / (time.perf_counter() - self.began)
 
-    def check_finite(self, seeds, **arrays):
+    def check_finite(self, seeds, first=0, **arrays):
         """Raise RunError for a NaN or infinity in arrays [T, N, ...] of episodes that began with
-        these seeds [N]."""
+        these seeds [N]. Row t belongs to the state `first` + t steps after the reset."""
         for name, array in arrays.items():
             wrong = np.argwhere(~np.isfinite(array))
             if len(wrong):
                 t, n = wrong[0][:2]
-                when = f"{t} steps after its reset with seed {seeds[n]}"
+                when = f"after step {first + t} of the episode with seed {seeds[n]}"
                 raise RunError(f"{name} of environment {n} is not finite {when}: {array[t, n]}")
 
     def keep_best(self, reward, **networks):
