@@ -155,8 +155,6 @@ def saved_flags(run_dir):
 def make_args(flags, Args, where):
     """Return the Args of saved flags. Raises UsageError if they are damaged or another script's."""
     flags = {name: value for name, value in flags.items() if name != "script"}
-    if hasattr(Args, "action_repeat"):
-        flags.setdefault("action_repeat", 1)  # before 2026-11-28, policies acted at every step
     try:
         return Args(**flags)
     except (TypeError, ValueError) as error:  # pydantic's
