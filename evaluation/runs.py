@@ -150,13 +150,13 @@ def rollout(args, path, seeds, explore=False):
     envs = gym.vector.SyncVectorEnv([script.make_env(args)] * len(seeds), **modes)
     spaces = envs.single_observation_space, envs.single_action_space
     network, checkpoint_step = load_policy(path, args, *spaces)
-    observations, _ = envs.reset(seed=seeds)
-    if explore and not hasattr(script, "exploration_noise"):
-        raise UsageError("--explore: only SAC's script has an exploration_noise; DQN has none")
     if explore:
+        if not hasattr(script, "exploration_noise"):
+            raise UsageError("--explore: only SAC's script has an exploration_noise; DQN has none")
         torch.manual_seed(seeds[0])
         shape = args.episode_length // repeat, len(seeds), math.prod(spaces[1].shape)
         noise = script.exploration_noise(*shape, args.pink_noise, args.pink_noise)
+    observations, _ = envs.reset(seed=seeds)
     steps = []
     for step in tqdm(range(args.episode_length), f"{len(seeds)} episodes", disable=None):
         if step % repeat:
