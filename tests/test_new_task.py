@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shlex
 import sys
 
 import gymnasium as gym
@@ -43,12 +44,10 @@ def trained(request, tmp_path_factory):
     name, text = apply(DIFFS[number])
     (folder / name).write_text(text)
     Image.fromarray(np.full((64, 64, 3), 90, np.uint8)).save(folder / "goal.png")
-    command = r'(\S+) (--\S+) (".*"|\S+)'
-    _, flag, value = re.fullmatch(command, COMMANDS[number]).groups()
-    assert name in COMMANDS[number]
-    value = folder / "goal.png" if value == "goal.png" else value.strip('"')
+    script, *flags = shlex.split(COMMANDS[number].replace("goal.png", str(folder / "goal.png")))
+    assert script == name
     model = ["--clip-model", TINY] if number != 1 else []  # another reward needs no CLIP
-    run(folder / name, flag, value, *model, *SMALL, "--runs-dir", folder / "runs")
+    run(folder / name, *flags, *model, *SMALL, "--runs-dir", folder / "runs")
     return number, folder / name, only_run(folder / "runs")
 
 
