@@ -28,6 +28,7 @@ import copy
 import functools
 import math
 import os
+import re
 import signal
 import time
 from typing import Annotated
@@ -103,6 +104,9 @@ class Args(RunArgs):
     """explore with pink noise, also in the random actions before learning, and with a random
     amplitude for each episode and action dimension; otherwise with the policy's own white noise,
     which is independent in every action (as in the paper)"""
+    mirror: bool = True
+    """only Humanoid-v5: exchange left and right in half of every batch. The robot is symmetric, so
+    each side learns what the other has tried. A sentence about one side needs --no-mirror"""
     entropy_coef: Annotated[float | None, Interval(ge=0, lt=1e6)] = None
     """fixed entropy coefficient (default: it starts at 0.05 and is tuned until the policy's entropy
     is -dim(actions))"""
@@ -164,6 +168,9 @@ def check_args(args: Args):
         raise UsageError(f"--buffer-size {args.buffer_size} is below a rollout of {rollout} steps")
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
+    sided = re.search(r"\b(left|right)\b", " ".join(args.target_prompt), re.IGNORECASE)
+    if sided and args.mirror and args.env_id == "Humanoid-v5":
+        raise UsageError(f"--target-prompt says {sided[0]!r}: add --no-mirror")
     tasks.check_drawing(args, state)
     transitions = max(rollout, min(args.buffer_size, args.total_timesteps))
     numbers = observation_dim + math.prod(actions.shape) + 1
@@ -336,6 +343,14 @@ class ReplayBuffer:
         return now, later, self.actions.flatten(0, 2)[step], returns
 
 
+def mirror_half(batch, mirror):
+    """Exchange left and right in the first half of a batch, in place: `mirror` has the columns and
+    signs of observations, of those n steps later, and of actions."""
+    for x, (columns, signs) in zip(batch, mirror):
+        half = len(x) // 2
+        x[:half] = x[:half, columns] * signs
+
+
 def update_critic(batch, actor, critic, target_critic, optimizer, alpha, gamma):
     """Take one step on the soft Bellman error -> {name: scalar [] to log}."""
     observations, next_observations, actions, rewards = batch
@@ -472,6 +487,10 @@ if __name__ == "__main__":
     rollouts = min(args.buffer_size, max(args.total_timesteps, run.step) + T * N - 1) // (T * N)
     sizes = rollouts, T // R, N, observation_dim, action_dim
     buffer = ReplayBuffer(*sizes, device, args.gamma**R, args.n_step)
+    mirror = []
+    if args.mirror and args.env_id == "Humanoid-v5":
+        pairs = [[torch.as_tensor(x).to(device) for x in pair] for pair in envs.mirror()]
+        mirror = pairs[0], *pairs
     saved = learner | {"replay": buffer}
     run.restore(saved, pool.look)  # with --resume
 
@@ -537,7 +556,9 @@ if __name__ == "__main__":
         t3 = time.perf_counter()
         losses = []
         for _ in range(args.gradient_steps if run.step >= args.learning_starts else 0):
-            losses.append(learn(buffer.sample(args.batch_size)))
+            batch = buffer.sample(args.batch_size)
+            mirror_half(batch, mirror)
+            losses.append(learn(batch))
         means = {}
         for name in losses[0] if losses else ():
             means[f"losses/{name}"] = torch.stack([x[name] for x in losses]).mean().item()

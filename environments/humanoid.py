@@ -3,6 +3,7 @@
 On two cores this is twice as fast as a process per environment (docs/speed.md)."""
 
 import os
+import re
 
 import gymnasium as gym
 import mujoco
@@ -89,3 +90,33 @@ class HumanoidVectorEnv(gym.vector.VectorEnv):
         parts = (cinert, cvel, self.qfrc_actuator[:, 6:], cfrc_ext)
         parts = [part for part, included in zip(parts, self.included) if included]
         return np.concatenate([self.qpos[:, 2:], self.qvel, *parts], 1, out=self.observations)
+
+    def mirror(self):
+        """Return (columns [O], signs [O]) of the observations, and those [17] of the actions:
+        x[:, columns] * signs exchanges left and right. The robot is symmetric, apart from the
+        armature of a hip joint (8 and 10 g m^2) and the stiffness of a knee (0 and 1 N m/rad)."""
+        model, other = self.model, {"left": "right", "right": "left"}
+
+        def twins(kind, first, end):
+            names = [kind(i).name for i in range(first, end)]
+            swapped = (re.sub("left|right", lambda side: other[side[0]], name) for name in names)
+            return np.array([names.index(name) for name in swapped])
+
+        joints, bodies = twins(model.joint, 1, model.njnt), twins(model.body, 1, model.nbody)
+        vector, axis = [1, -1, 1], [-1, 1, -1]  # a rotation about y stays, others are reversed
+        axes = model.jnt_axis[1:]
+        turns = np.rint((axes * axis * axes[joints]).sum(1)).astype(np.float32)
+        inertia, spatial = [1, 1, 1, -1, 1, -1, *vector, 1], axis + vector
+        parts = [(np.arange(5), [1, 1, *axis]), (joints, turns)]  # qpos, then qvel
+        parts += [(np.arange(6), vector + axis), (joints, turns)]
+        cinert, cvel = (
+            ((bodies[:, None] * len(signs) + np.arange(len(signs))).ravel(), signs * len(bodies))
+            for signs in (inertia, spatial)
+        )
+        optional = cinert, cvel, (joints, turns), cvel  # as in _observe
+        parts += [part for part, included in zip(optional, self.included) if included]
+        starts = np.cumsum([0] + [len(columns) for columns, _ in parts])
+        columns = np.concatenate([start + part[0] for start, part in zip(starts, parts)])
+        signs = np.concatenate([signs for _, signs in parts], dtype=np.float32)
+        driven = model.actuator_trnid[:, 0] - 1  # the joint of each action
+        return (columns, signs), (twins(model.actuator, 0, model.nu), turns[driven])

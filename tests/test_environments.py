@@ -5,6 +5,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 import sac_clip_humanoid as sac
 from clip_reward import RunError, UsageError
@@ -62,6 +63,47 @@ def test_sac_observes_all_of_gymnasiums_numbers_but_the_forces_or_all_of_them():
         observations, *_, infos = envs.step(np.zeros((2, 17), np.float32))
         np.testing.assert_array_equal(observations[0, :45], info["states"][2:])
         envs.close()
+
+
+@pytest.mark.parametrize("options", [{}, sac.NO_FORCES])
+def test_a_mirrored_humanoid_sees_and_does_the_same_on_the_other_side(options):
+    rng, envs = np.random.default_rng(0), HumanoidVectorEnv(6, **options)
+    (columns, signs), (action_columns, action_signs) = envs.mirror()
+    envs.reset(seed=range(6))
+    envs.qpos[:3, 2] += [0, 1, 2]  # one stands, two are in the air
+    envs.qpos[:3, 7:] += rng.normal(size=(3, 17)) / 5
+    envs.qvel[:3] = rng.normal(size=(3, 23))
+    envs.batch.forward()
+    seen = envs._observe()[:3].copy()
+    envs.qpos[3:, 2:] = (seen[:, columns] * signs)[:, :22]
+    envs.qvel[3:] = (seen[:, columns] * signs)[:, 22:45]
+    envs.batch.forward()
+    parts = slice(0, 253)  # the forces are of the next step
+    twins = envs._observe()[3:]
+    np.testing.assert_allclose(twins[:, parts], (seen[:, columns] * signs)[:, parts], atol=1e-12)
+    actions = rng.uniform(-0.4, 0.4, (3, 17)).astype(np.float32)
+    mirrored = actions[:, action_columns] * action_signs
+    after = envs.step(np.concatenate([actions, mirrored]))[0]
+    expected = after[:3, columns] * signs
+    moved = np.abs(expected[:, :45] - after[:3, :45]).max()
+    np.testing.assert_allclose(after[3:, :45], expected[:, :45], atol=0.02 * moved)
+    if not options:
+        np.testing.assert_allclose(after[3:, 253:270], expected[:, 253:270], atol=1e-4)  # torques
+        touched = np.abs(expected[:, 270:]).max()
+        np.testing.assert_allclose(after[3:, 270:], expected[:, 270:], atol=0.05 * touched)
+    twice = after[:, columns][:, columns] * signs[columns] * signs
+    assert np.array_equal(twice, after)
+
+
+def test_half_of_a_batch_is_mirrored():
+    batch = [torch.arange(12.0).reshape(4, 3), torch.ones(4, 3), torch.ones(4, 2), torch.ones(4)]
+    states = torch.tensor([2, 1, 0]), torch.tensor([1.0, -1, 1])
+    actions = torch.tensor([1, 0]), torch.tensor([-1.0, 1])
+    sac.mirror_half(batch, (states, states, actions))
+    assert batch[0].tolist() == [[2, -1, 0], [5, -4, 3], [6, 7, 8], [9, 10, 11]]
+    assert batch[1].tolist() == [[1, -1, 1]] * 2 + [[1, 1, 1]] * 2
+    assert batch[2].tolist() == [[-1, 1]] * 2 + [[1, 1]] * 2
+    assert batch[3].tolist() == [1] * 4
 
 
 def test_a_simulation_that_mujoco_resets_ends_the_run():
