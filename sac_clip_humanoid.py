@@ -73,8 +73,9 @@ class Args(RunArgs):
     """steps for which the policy holds an action (default: 2 for the humanoid, otherwise 1, as in
     the paper). They make one transition, whose reward is their mean. A step of the humanoid takes
     15 ms, in which a good action gains too little for the critics to see"""
-    buffer_size: PositiveInt = 1_000_000
-    """environment steps in the replay buffer, rounded down to whole rollouts"""
+    buffer_size: PositiveInt = 24_000
+    """environment steps in the replay buffer, rounded down to whole rollouts (the paper: 1 million).
+    With older steps in the batches, the humanoid learns less (docs/results.md)"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.97
     """discount factor per environment step"""
     n_step: PositiveInt = 3
