@@ -74,8 +74,8 @@ class Args(RunArgs):
     the paper). They make one transition, whose reward is their mean. A step of the humanoid takes
     15 ms, in which a good action gains too little for the critics to see"""
     buffer_size: PositiveInt = 24_000
-    """environment steps in the replay buffer, rounded down to whole rollouts (the paper: 1 million).
-    With older steps in the batches, the humanoid learns less (docs/results.md)"""
+    """environment steps in the replay buffer, rounded down to whole rollouts (the paper: a
+    million). With older steps in the batches, the humanoid learned less (docs/results.md)"""
     gamma: Annotated[float, Interval(ge=0, lt=1)] = 0.97
     """discount factor per environment step"""
     n_step: PositiveInt = 3
@@ -96,11 +96,6 @@ class Args(RunArgs):
     """normalise observations by their running mean and standard deviation (SimBa), and the hidden
     layers of the critics by layer norm (DroQ, SimBa), which keeps their values reasonable with many
     updates per step. The paper does neither"""
-    observe_forces: bool = False
-    """only Humanoid-v5: observe all of its 348 numbers, as in the paper. They include the forces of
-    actuators and contacts, which reach 5000. Otherwise the agent observes the positions and
-    velocities of the joints, and each body's inertia and velocity about the centre of mass, which
-    tell it whether it is falling (253 numbers)"""
     pink_noise: bool = True
     """explore with pink noise, also in the random actions before learning, and with a random
     amplitude for each episode and action dimension; otherwise with the policy's own white noise,
@@ -121,6 +116,9 @@ class Args(RunArgs):
             self.camera_azimuth = self.camera_azimuth or (180.0, 120.0, 240.0)
 
 
+# The agent observes the positions and velocities of the joints of Humanoid-v5, and each body's
+# inertia and velocity about the centre of mass, which tell it whether it is falling (253 numbers).
+# The forces of actuators and contacts (95 numbers, up to 5000) are left out.
 NO_FORCES = {f"include_{part}_in_observation": False for part in ("qfrc_actuator", "cfrc_ext")}
 
 
@@ -128,7 +126,7 @@ def make_env(args: Args, filmed=False):
     """Return a function that makes one environment: observations [O], endless episodes, and in
     `info` the states or frames for pictures."""
     by_state = not tasks.why_own_render(args.env_id)
-    kwargs = NO_FORCES if args.env_id == "Humanoid-v5" and not args.observe_forces else {}
+    kwargs = NO_FORCES if args.env_id == "Humanoid-v5" else {}
     return functools.partial(tasks.make_endless, args, by_state, filmed, **kwargs)
 
 
@@ -138,7 +136,7 @@ def make_vector_env(args: Args):
         from environments.humanoid import HumanoidVectorEnv
 
         # the results are the same bit for bit, in half the time (docs/speed.md)
-        return HumanoidVectorEnv(args.num_envs, **({} if args.observe_forces else NO_FORCES))
+        return HumanoidVectorEnv(args.num_envs, **NO_FORCES)
     thunks = [make_env(args, filmed=i == 0) for i in range(args.num_envs)]
     return tasks.make_vector_env(args, thunks)
 
@@ -158,8 +156,6 @@ def check_args(args: Args):
         need = f"SAC needs bounded continuous actions, not {actions}"
         raise UsageError(f"--env-id {args.env_id}: {need}{other}")
     rollout = args.num_envs * args.episode_length
-    if args.observe_forces and args.env_id != "Humanoid-v5":
-        raise UsageError(f"--observe-forces: {args.env_id} always has all of its observations")
     if args.episode_length % args.action_repeat:
         flags = f"--episode-length {args.episode_length}, --action-repeat {args.action_repeat}"
         raise UsageError(f"{flags}: an episode is a whole number of repeats")

@@ -106,7 +106,6 @@ ROWS = {
 --env-id MountainCarContinuous-v0 --reward-alpha 0.5 | --baseline-prompt
 --entropy-coef -1                           | entropy_coef
 --entropy-coef nan                          | entropy_coef
---env-id Ant-v5 --observe-forces            | --observe-forces: Ant-v5
 --target-prompt a%20LEFT%20arm%20raised      | --target-prompt says 'LEFT': add --no-mirror
 --n-step 0                                  | n_step
 --n-step 51                                 | --n-step 51

@@ -51,18 +51,17 @@ def test_humanoids_are_gymnasiums_to_the_bit(num_envs, gain, less):
     envs.close()
 
 
-def test_sac_observes_all_of_gymnasiums_numbers_but_the_forces_or_all_of_them():
-    for all_of_it, size in ((False, 253), (True, 348)):
-        args = sac.Args(num_envs=2, observe_forces=all_of_it)
-        envs, one = sac.make_vector_env(args), sac.make_env(args)()
-        assert envs.single_observation_space == one.observation_space
-        observations, _ = envs.reset(seed=[3, 4])
-        assert observations.shape == (2, size)
-        np.testing.assert_array_equal(observations[0], one.reset(seed=3)[0])
-        *_, info = one.step(np.zeros(17, np.float32))
-        observations, *_, infos = envs.step(np.zeros((2, 17), np.float32))
-        np.testing.assert_array_equal(observations[0, :45], info["states"][2:])
-        envs.close()
+def test_sac_observes_all_of_gymnasiums_numbers_but_the_forces():
+    args = sac.Args(num_envs=2)
+    envs, one = sac.make_vector_env(args), sac.make_env(args)()
+    assert envs.single_observation_space == one.observation_space
+    observations, _ = envs.reset(seed=[3, 4])
+    assert observations.shape == (2, 253)
+    np.testing.assert_array_equal(observations[0], one.reset(seed=3)[0])
+    *_, info = one.step(np.zeros(17, np.float32))
+    observations, *_, infos = envs.step(np.zeros((2, 17), np.float32))
+    np.testing.assert_array_equal(observations[0, :45], info["states"][2:])
+    envs.close()
 
 
 @pytest.mark.parametrize("options", [{}, sac.NO_FORCES])
