@@ -111,6 +111,7 @@ class Args(RunArgs):
         super().__post_init__()
         humanoid = self.env_id.startswith("Humanoid")
         self.action_repeat = self.action_repeat or (2 if humanoid else 1)
+        self.mirror = self.mirror and self.env_id == "Humanoid-v5"
         if humanoid:
             self.baseline_prompt = self.baseline_prompt or ("a humanoid robot",)
             self.camera_azimuth = self.camera_azimuth or (180.0, 120.0, 240.0)
@@ -166,7 +167,7 @@ def check_args(args: Args):
     if args.learning_starts > max(rollout, args.total_timesteps):
         raise UsageError(f"--learning-starts {args.learning_starts} is beyond --total-timesteps")
     sided = re.search(r"\b(left|right)\b", " ".join(args.target_prompt), re.IGNORECASE)
-    if sided and args.mirror and args.env_id == "Humanoid-v5":
+    if sided and args.mirror:
         raise UsageError(f"--target-prompt says {sided[0]!r}: add --no-mirror")
     tasks.check_drawing(args, state)
     transitions = max(rollout, min(args.buffer_size, args.total_timesteps))
@@ -485,7 +486,7 @@ if __name__ == "__main__":
     sizes = rollouts, T // R, N, observation_dim, action_dim
     buffer = ReplayBuffer(*sizes, device, args.gamma**R, args.n_step)
     mirror = []
-    if args.mirror and args.env_id == "Humanoid-v5":
+    if args.mirror:
         pairs = [[torch.as_tensor(x).to(device) for x in pair] for pair in envs.mirror()]
         mirror = pairs[0], *pairs
     saved = learner | {"replay": buffer}
