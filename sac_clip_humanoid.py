@@ -83,7 +83,7 @@ class Args(RunArgs):
     and Barto 2018, chapter 7; the paper: 1). The target includes the policy's entropy only for the
     state from which it bootstraps"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
-    """target smoothing coefficient, per update"""
+    """smoothing coefficient of the target critics and of the averaged actor, per update"""
     batch_size: PositiveInt = 64
     """transitions per update"""
     learning_starts: NonNegativeInt = 4800
@@ -98,8 +98,9 @@ class Args(RunArgs):
     updates per step. The paper does neither"""
     pink_noise: bool = True
     """explore with pink noise, also in the random actions before learning, and with a random
-    amplitude for each episode and action dimension; otherwise with the policy's own white noise,
-    which is independent in every action (as in the paper)"""
+    amplitude for each episode and action dimension; a quarter of the environments then take the
+    averaged actor's mean actions (best.pt is the one with the highest reward there). Otherwise
+    explore with the policy's own white noise, independent in every action (as in the paper)"""
     mirror: bool = True
     """only Humanoid-v5: exchange left and right in half of every batch. The robot is symmetric, so
     each side learns what the other has tried. A sentence about one side needs --no-mirror"""
@@ -399,6 +400,8 @@ def make_learner(args: Args, observation_dim, action_space, device):
     critic, target_critic = TwinCritic(*shape).to(device), TwinCritic(*shape).to(device)
     target_critic.load_state_dict(critic.state_dict())
     target_critic.requires_grad_(False)
+    averaged_actor = copy.deepcopy(actor).requires_grad_(False)
+    averaged_actor.normalize = actor.normalize
     tuned = args.entropy_coef is None
     entropy_coef = torch.tensor(0.05 if tuned else args.entropy_coef, device=device)
     log_alpha = entropy_coef.log().requires_grad_(tuned)
@@ -407,6 +410,7 @@ def make_learner(args: Args, observation_dim, action_space, device):
     adam = functools.partial(torch.optim.Adam, **settings)
     return {
         "actor": actor,
+        "averaged_actor": averaged_actor,
         "critic": critic,
         "target_critic": target_critic,
         "actor_optimizer": adam(actor.parameters()),
@@ -417,8 +421,8 @@ def make_learner(args: Args, observation_dim, action_space, device):
 
 
 def update(batch, learner, args: Args):
-    """Take one step of critics, actor, entropy coefficient and target critics -> {name: scalar []
-    to log}."""
+    """Take one step of critics, actor, entropy coefficient, target critics and averaged actor ->
+    {name: scalar [] to log}."""
     actor = learner["actor"]
     critic = learner["critic"]
     target_critic = learner["target_critic"]
@@ -435,8 +439,9 @@ def update(batch, learner, args: Args):
         entropy, action_dim = scalars["entropy"], actions.shape[1]
         scalars |= update_alpha(entropy, action_dim, alpha, log_alpha, optimizer)
     with torch.no_grad():
-        params, target_params = list(critic.parameters()), list(target_critic.parameters())
-        torch._foreach_lerp_(target_params, params, args.tau)
+        params = [*critic.parameters(), *actor.parameters()]
+        averages = [*target_critic.parameters(), *learner["averaged_actor"].parameters()]
+        torch._foreach_lerp_(averages, params, args.tau)
     return scalars
 
 
@@ -474,7 +479,7 @@ if __name__ == "__main__":
     # Networks and optimisers. The entropy is always that of actions scaled to [-1, 1].
     action_dim = math.prod(envs.single_action_space.shape)
     learner = make_learner(args, observation_dim, envs.single_action_space, device)
-    actor = learner["actor"]
+    actor, averaged_actor = learner["actor"], learner["averaged_actor"]
     learn = functools.partial(update, learner=learner, args=args)
     if args.compile:
         learn = torch.compile(learn, dynamic=False)
@@ -483,6 +488,7 @@ if __name__ == "__main__":
 
             learn = CudaGraphModule(learn, warmup=5)
     rollouts = min(args.buffer_size, max(args.total_timesteps, run.step) + T * N - 1) // (T * N)
+    steady = N // 4 if args.pink_noise else 0  # environments without exploration
     sizes = rollouts, T // R, N, observation_dim, action_dim
     buffer = ReplayBuffer(*sizes, device, args.gamma**R, args.n_step)
     mirror = []
@@ -510,7 +516,7 @@ if __name__ == "__main__":
         # 1. Play one episode of every environment: physics only. The workers draw and score some of
         # its states meanwhile, and the policy acts on the CPU: on a GPU it would queue behind CLIP.
         t0 = time.perf_counter()
-        acting = copy.deepcopy(actor).cpu()
+        acting, averaged = copy.deepcopy(actor).cpu(), copy.deepcopy(averaged_actor).cpu()
         observations[0], _ = envs.reset(seed=env_seeds, options={"film": film})
         for t in range(T):
             if t % R == 0:  # otherwise the action is held
@@ -518,7 +524,9 @@ if __name__ == "__main__":
                     if random_actions:  # erf makes the normal noise uniform
                         action = torch.erf(noise[t // R] / math.sqrt(2))
                     else:
-                        action, _ = acting.sample(torch.as_tensor(observations[t]), noise[t // R])
+                        now = torch.as_tensor(observations[t])
+                        action, _ = acting.sample(now, noise[t // R])
+                        action[:steady] = torch.tanh(averaged(now[:steady])[0])
                 actions[t // R] = action.numpy()
             stepped = envs.step(acting.to_env(action))
             observations[t + 1], env_rewards[t], _, _, infos = stepped
@@ -546,7 +554,7 @@ if __name__ == "__main__":
         run.step += T * N
         run.rollout += 1
         if not random_actions:
-            run.keep_best(rewards.mean(), actor=actor)
+            run.keep_best(rewards[:, : steady or N].mean(), averaged_actor=averaged_actor)
         if args.normalize:
             actor.normalize.add(torch.as_tensor(observations, device=device))
 

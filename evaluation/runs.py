@@ -129,9 +129,11 @@ def load_policy(path, args, observation_space, action_space):
     damaged or has other networks, or for a NaN or infinity among its weights."""
     script, saved = script_of(args), load_checkpoint(path)
     try:
-        kind = script.QNetwork if "q_network" in saved else script.Actor
+        kind, key = script.Actor, "averaged_actor" if "averaged_actor" in saved else "actor"
+        if "q_network" in saved:
+            kind, key = script.QNetwork, "q_network"
         network = kind(observation_space.shape[0], action_space, args)
-        network.load_state_dict(saved["q_network" if "q_network" in saved else "actor"])
+        network.load_state_dict(saved[key])
         check_weights(network, path)
         return network, int(saved["global_step"])
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:

@@ -249,7 +249,7 @@ def test_a_run_leaves_everything_that_is_promised(finished):
     assert args["baseline_prompt"] == baseline
     kept = {path.name for path in (folder / "checkpoints").iterdir()}
     assert kept == {"best.pt", "step_48.pt", "step_96.pt"}
-    network = "actor" if script is sac else "q_network"
+    network = "averaged_actor" if script is sac else "q_network"
     assert checkpoint(folder, "best").keys() == {network, "global_step", "reward", "rollouts"}
     last, best = checkpoint(folder), checkpoint(folder, "best")
     assert last["global_step"] == 96 and last["rollout"] == 4
@@ -371,10 +371,29 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished, tmp_path):
     seen = torch.tensor(np.stack(seen))
     assert one["actor"]["normalize.count"] == len(seen) == 4 * 13 * 2
     best = checkpoint(half, "best")  # as it was played: with what had been seen before
-    assert best["actor"]["normalize.count"] == (best["global_step"] / 24 - 1) * 13 * 2
+    assert best["averaged_actor"]["normalize.count"] == (best["global_step"] / 24 - 1) * 13 * 2
     mean, var = one["actor"]["normalize.mean"], one["actor"]["normalize.var"]
     torch.testing.assert_close(mean.double(), seen.mean(0), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(var.double(), seen.var(0, correction=0), atol=1e-4, rtol=1e-3)
+
+
+def test_a_quarter_of_the_environments_take_the_averaged_actors_mean_actions(tmp_path):
+    flags = ["--num-envs", 4, "--total-timesteps", 144, "--checkpoint-freq", 48]
+    run(sac.__file__, *TRUTH, *flags, "--runs-dir", tmp_path)
+    folder = only_run(tmp_path)
+    before, best = checkpoint(folder, "step_96"), checkpoint(folder, "best")
+    observations, actions, rewards = (ring[2] for ring in rings(folder))  # the third rollout
+    space = gym.spaces.Box(-0.4, 0.4, (17,))
+    actor = sac.Actor(observations.shape[2], space, sac.Args())
+    played = {}
+    for name in ("averaged_actor", "actor"):
+        actor.load_state_dict(before[name])
+        mean, _ = actor(observations[:-1].flatten(0, 1))
+        played[name] = mean.tanh().unflatten(0, actions.shape[:2]) - actions
+    errors = played["averaged_actor"].abs().amax((0, 2))
+    assert errors[0] < 1e-5 and errors[1:].min() > 0.01
+    assert played["actor"][:, 0].abs().max() > 1e-4  # it is another network
+    assert best["reward"] == pytest.approx(rings(folder)[2][1:, :, 0].mean(), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -391,7 +410,8 @@ def test_a_new_run_may_start_with_the_networks_of_a_checkpoint(script, tmp_path)
     assert f"this run starts with the networks of {start}; all else is new" in printed
     was, now = torch.load(start), checkpoint(only_run(tmp_path / "still"))
     assert now["global_step"] == 24 and now["replay"]["count"] < was["replay"]["count"]
-    for name in ("actor", "critic", "target_critic") if script is sac else ("q_network",):
+    networks = ("actor", "averaged_actor", "critic", "target_critic")
+    for name in networks if script is sac else ("q_network",):
         for key, value in was[name].items():
             if "normalize" not in key:
                 torch.testing.assert_close(now[name][key], value, rtol=0, atol=1e-20)

@@ -88,7 +88,7 @@ def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune, n_step):
     for network in (actor, learner["critic"], target):  # of observations: tested elsewhere
         network.normalize = torch.nn.Identity()
     log_alpha = learner["log_alpha"]
-    policy = layers(actor.net)
+    policy, averaged = layers(actor.net), layers(learner["averaged_actor"].net)
     critics = [layers(qf) for qf in (learner["critic"].qf1, learner["critic"].qf2)]
     targets = [layers(qf) for qf in (target.qf1, target.qf2)]
     entropy_coef = log_alpha.detach().double().requires_grad_()  # its logarithm
@@ -132,7 +132,7 @@ def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune, n_step):
         if autotune:
             alpha_adam.step(alpha_loss)
         with torch.no_grad():
-            for old, new in zip(flat(*targets), flat(*critics)):
+            for old, new in zip(flat(*targets, averaged), flat(*critics, policy)):
                 old.copy_(0.9 * old + 0.1 * new)
         expected = {"qf1_loss": losses[0].item(), "qf2_loss": losses[1].item()}
         expected |= {"qf1_values": means[0], "qf2_values": means[1]}
@@ -141,6 +141,7 @@ def test_three_sac_updates_are_those_of_the_paper(layer_norm, autotune, n_step):
         logged = {name: value.item() for name, value in result.items()}
         assert logged == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert_same(actor.net, policy)
+    assert_same(learner["averaged_actor"].net, averaged)
     assert_same(learner["critic"].qf1, critics[0])
     assert_same(learner["critic"].qf2, critics[1])
     assert_same(target.qf1, targets[0])
