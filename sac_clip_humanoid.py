@@ -176,7 +176,7 @@ def check_args(args: Args):
     check_memory(args, {
         "--buffer-size": 4 * transitions // args.action_repeat * numbers,
         "--batch-size": 4 * args.batch_size * (2 * observation_dim + 12 * HIDDEN),  # in fact 14
-        "HIDDEN": 4 * 14 * HIDDEN**2,  # five networks; three have a gradient and two averages each
+        "HIDDEN": 4 * 15 * HIDDEN**2,  # six networks; three have a gradient and two averages each
     })  # fmt: skip
     args.check_reward()
     return state
