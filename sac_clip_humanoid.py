@@ -84,7 +84,7 @@ class Args(RunArgs):
     state from which it bootstraps"""
     tau: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """smoothing coefficient of the target critics and of the averaged actor, per update"""
-    batch_size: PositiveInt = 64
+    batch_size: PositiveInt = 128
     """transitions per update"""
     learning_starts: NonNegativeInt = 4800
     """steps of random actions before the first update"""
