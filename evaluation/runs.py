@@ -129,9 +129,10 @@ def load_policy(path, args, observation_space, action_space):
     damaged or has other networks, or for a NaN or infinity among its weights."""
     script, saved = script_of(args), load_checkpoint(path)
     try:
-        kind, key = script.Actor, "averaged_actor" if "averaged_actor" in saved else "actor"
         if "q_network" in saved:
             kind, key = script.QNetwork, "q_network"
+        else:
+            kind, key = script.Actor, "averaged_actor" if "averaged_actor" in saved else "actor"
         network = kind(observation_space.shape[0], action_space, args)
         network.load_state_dict(saved[key])
         check_weights(network, path)
