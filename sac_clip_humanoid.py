@@ -401,7 +401,7 @@ def make_learner(args: Args, observation_dim, action_space, device):
     target_critic.load_state_dict(critic.state_dict())
     target_critic.requires_grad_(False)
     averaged_actor = copy.deepcopy(actor).requires_grad_(False)
-    averaged_actor.normalize = actor.normalize
+    averaged_actor.normalize = actor.normalize  # the copy would have statistics of its own
     tuned = args.entropy_coef is None
     entropy_coef = torch.tensor(0.05 if tuned else args.entropy_coef, device=device)
     log_alpha = entropy_coef.log().requires_grad_(tuned)
