@@ -64,7 +64,7 @@ train: export PYTHONDONTWRITEBYTECODE :=
 train: $(VENV)/.installed
 	set -e; runs=runs/kneeling_$$(date +%Y-%m-%d_%H-%M-%S); \
 	$(PY) sac_clip_humanoid.py --target-prompt "a humanoid robot kneeling" --clip-model tiny_clip \
-		--total-timesteps 28000 --runs-dir $$runs; \
+		--total-timesteps 24000 --runs-dir $$runs; \
 	$(PY) eval_epic.py success --run $$runs --videos 4
 
 # Run two tests at a time, as on a machine with two cores.

@@ -90,8 +90,8 @@ class Args(RunArgs):
     """steps of random actions before the first update"""
     gradient_steps: PositiveInt = 600
     """updates after each rollout (num_envs * episode_length steps)"""
-    learning_rate: Annotated[float, Interval(gt=0, le=1)] = 6e-4
-    """learning rate of actor, critics and entropy coefficient"""
+    learning_rate: Annotated[float, Interval(gt=0, le=1)] = 1e-3
+    """learning rate of actor, critics and entropy coefficient (the paper: 6e-4)"""
     normalize: bool = True
     """normalise observations by their running mean and standard deviation (SimBa), and the hidden
     layers of the critics by layer norm (DroQ, SimBa), which keeps their values reasonable with many
